@@ -1,0 +1,1 @@
+"""What the training scripts share: networks, data, checkpoints, one-line errors. No training loop lives here."""

@@ -1,0 +1,153 @@
+"""The command line: arguments that are checked, and mistakes that end in one line instead of a traceback."""
+import argparse
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException
+
+PATIENCE = 10  # seconds that a process which is not to blame leaves the launcher to end it
+
+
+class UsageError(Exception):
+    """The command asks for what cannot be done. Every process finds this out alike; exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(Exception):
+    """The run failed, for a reason that all processes know alike (a loss that is not finite); exit code 1."""
+
+    exit_code = 1
+
+
+class ProcessError(RunError):
+    """The run failed, for a reason that this process alone knows (a file it could not read); exit code 1."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """An ArgumentParser that says what is wrong in one line, shows defaults, and takes no abbreviations."""
+
+    def __init__(self, description):
+        super().__init__(description=description.strip(), allow_abbrev=False, formatter_class=_HelpFormatter)
+
+    def error(self, message):
+        raise UsageError(f"{message} (see --help)")
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action):
+        shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in action.help
+        return action.help + " (default: %(default)s)" if shown else action.help
+
+
+def _number(convert, holds, wanted):
+    def parse(text):
+        try:
+            value = convert(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and holds(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+positive_int = _number(int, lambda value: value > 0, "a whole number above 0")
+count = _number(int, lambda value: value >= 0, "a whole number, 0 or more")
+positive = _number(float, lambda value: value > 0, "a number above 0")
+not_negative = _number(float, lambda value: value >= 0, "a number, 0 or more")
+fraction = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+port_number = _number(int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
+
+
+def select_device(name, local_rank=None):
+    """Return the `torch.device` called `name`; for None the accelerator if one is there, else the CPU.
+
+    With `local_rank` each process of a machine takes the next device (several share one where there are fewer devices
+    than processes, or where the scheduler shows each process its own alone), and it is made the current one, so that
+    nothing opens a context on device 0 besides. Raises UsageError for a device that this machine does not have.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        device = torch.device(name) if name else accelerator or torch.device("cpu")
+    except RuntimeError:
+        raise UsageError(f"--device {name}: no such kind of device; try cpu, cuda, cuda:1, xpu or mps") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != device.type:
+        here = accelerator.type if accelerator else "none"
+        raise UsageError(f"--device {name}: not on this machine (its accelerator: {here}); try --device cpu")
+    if (device.index or 0) >= torch.accelerator.device_count():
+        count = torch.accelerator.device_count()
+        raise UsageError(f"--device {name}: this machine has {count}, numbered from 0")
+    if local_rank is not None:
+        device = torch.device(device.type, local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def peak_memory(device):
+    """Return "  N MiB", the most memory that tensors took on `device` so far; "" where no device counts it."""
+    measure = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return f"  {measure(device) / 2**20:,.0f} MiB" if measure else ""
+
+
+@contextlib.contextmanager
+def report_errors():
+    """End the process with one line on standard error for every failure that can be foreseen.
+
+    Of the processes of one launch the one that knows the cause speaks: the main process where all know it alike, else
+    the one that met it, with its rank. The others, which at most notice that a connection broke, first give the
+    launcher PATIENCE seconds to end them, and speak only if it does not. Anything unforeseen keeps its traceback.
+    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for an interrupt.
+    """
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    several = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1
+    who = f"rank {rank}: " if several else ""
+    try:
+        yield
+    except ProcessError as error:
+        _end(who + _last_line(error), error.exit_code)
+    except (UsageError, RunError) as error:
+        if rank:
+            time.sleep(PATIENCE)
+            sys.exit(error.exit_code)
+        _end(_last_line(error), error.exit_code)
+    except ProcessExitedException as error:  # of mp.spawn, in the parent: a process that failed has spoken already
+        if error.exit_code < 0:
+            name = signal.Signals(-error.exit_code).name
+            _end(f"process {error.error_index} was ended by {name}; the others were stopped", 1)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        if rank:
+            sys.exit(130)
+        _end("interrupted", 130)
+    except torch.OutOfMemoryError as error:
+        advice = "try a smaller --batch-size, or train_grad_accum.py"
+        _end(f"{who}out of memory: {_first_line(error)} {advice}", 1)
+    except RuntimeError as error:  # gloo raises the bare class, the other backends and the store a DistError
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        time.sleep(PATIENCE)
+        _end(f"{who}lost the other processes: {_first_line(error)} (the first that failed says why)", 1)
+
+
+def _end(line, exit_code):
+    print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(exit_code)
+
+
+def _first_line(error):
+    return str(error).strip().splitlines()[0]
+
+
+def _last_line(error):
+    # a DataLoader worker's error arrives with the worker's traceback; its last line is "Class: message"
+    return str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")

@@ -1,0 +1,252 @@
+"""The data: `create_datasets` returns any of DATASETS; whole batches of bytes come out, ready for the device.
+
+Both kinds of set answer `__getitems__(indices)` with `(images, labels)` as tensors: `uint8` (N, C, H, W) and `int64`
+(N,). So a DataLoader collates nothing (`collate_fn=whole_batch`), a quarter of the bytes travel, and `Normalize` makes
+floats of them on the device. How a sample is augmented depends on `(seed, epoch, index)` alone, not on the process or
+the worker that reads it: any number of processes trains on the same images.
+"""
+import json
+import random
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchvision
+from filelock import FileLock
+from torch import nn
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+
+from common.cli import ProcessError, UsageError
+from common.reduce import cores_per_process, is_main_process
+
+DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")  # what torchvision.io.decode_image reads
+SPLIT_SEED = 0  # of the train/val split where a set has none: every run, whatever its --seed, has the same one
+
+# per channel, of pixels scaled to [0, 1], over each training set; ImageNet's for folders of photos
+GREY = {"digits": (0.3058, 0.3250), "mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
+COLOUR = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "fake": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
+}
+
+
+def create_datasets(name, path, seed, output_dir):
+    """Return the training and the validation set of `name`, one of DATASETS.
+
+    `path` is where torchvision's sets are, or are downloaded to by one process while the others wait; for "folder"
+    it is the folder of images itself. For "folder" the main process writes `class_indices.json` into `output_dir`.
+    Raises UsageError for data that is not there.
+    """
+    if name == "folder":
+        return _folder(Path(path), seed, output_dir)
+    if name == "digits":
+        train, val = _digits()
+    elif name == "fake":
+        train, val = _fake(50_000, 1), _fake(10_000, 2)
+    else:
+        train, val = _torchvision(name, path)
+    return ArrayDataset(name, *train, seed, augment=name in COLOUR), ArrayDataset(name, *val, seed)
+
+
+class ArrayDataset:
+    """A set in memory: images `uint8` (N, C, H, W), labels `int64` (N,).
+
+    With `augment` an image is cropped at random from itself with a 4-pixel black border, and flipped or not
+    (He et al. 2015, arXiv:1512.03385, section 4.2).
+    """
+
+    def __init__(self, name, images, labels, seed, augment=False):
+        self.images, self.labels = images, labels
+        self.seed, self.augment = seed, augment
+        self.num_classes = 100 if name in ("cifar100", "fake") else 10
+        self.image_shape = tuple(images.shape[1:])
+        self.mean, self.std = COLOUR.get(name) or GREY[name]
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers live through all epochs and see it
+        self.draws = None
+
+    def __len__(self):
+        return len(self.images)
+
+    def set_epoch(self, epoch):
+        """Choose the augmentation of this epoch; call it before the loader's workers start on the epoch."""
+        self.epoch.fill_(epoch)
+
+    def __getitems__(self, indices):
+        indices = torch.as_tensor(indices)
+        images = self.images[indices]
+        return self._augmented(images, indices) if self.augment else images, self.labels[indices]
+
+    def _augmented(self, images, indices):
+        epoch = int(self.epoch)
+        if self.draws is None or self.draws[0] != epoch:  # one table for the whole set: 50,000 draws take 1 ms
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            self.draws = epoch, (torch.randint(9, (2, len(self)), generator=generator),
+                                 torch.rand(len(self), generator=generator) < 0.5)
+        (top, left), flip = self.draws[1][0][:, indices], self.draws[1][1][indices]
+        height, width = images.shape[2:]
+        windows = F.pad(images, (4, 4, 4, 4)).unfold(2, height, 1).unfold(3, width, 1)  # views: nothing is copied
+        images = windows[torch.arange(len(indices)), :, top, left]
+        images[flip] = images[flip].flip(-1)
+        return images
+
+
+class FolderDataset:
+    """Image files with a label each, decoded when they are read: `uint8` (N, 3, 224, 224), `int64` (N,).
+
+    With `augment` a random resized crop and a flip, else the centre of the image at 256 pixels, as torchvision's
+    reference training has them. Raises ProcessError, naming the file, for one that cannot be decoded.
+    """
+
+    mean, std = COLOUR["folder"]
+    image_shape = (3, 224, 224)
+
+    def __init__(self, samples, num_classes, seed, augment=False):
+        self.samples, self.num_classes = samples, num_classes
+        self.seed, self.augment = seed, augment
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.transform = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()] if augment else
+                                    [v2.Resize(256), v2.CenterCrop(224)])
+
+    def __len__(self):
+        return len(self.samples)
+
+    def set_epoch(self, epoch):
+        """Choose the augmentation of this epoch; call it before the loader's workers start on the epoch."""
+        self.epoch.fill_(epoch)
+
+    def __getitems__(self, indices):
+        images = torch.stack([self._read(index) for index in indices])
+        return images, torch.tensor([self.samples[index][1] for index in indices])
+
+    def _read(self, index):
+        path = self.samples[index][0]
+        try:
+            image = decode_image(path, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ProcessError(f"{path}: cannot be read as an image ({reason}); mend or remove it") from None
+        with torch.random.fork_rng(devices=[]):  # any random transform can stand here: it draws from this seed
+            torch.manual_seed(mix(self.seed, int(self.epoch), index))
+            return self.transform(image)
+
+
+class Normalize(nn.Module):
+    """Bytes (N, C, H, W) to floats of mean 0 and standard deviation 1 per channel, on the device that they are on."""
+
+    def __init__(self, dataset):
+        super().__init__()
+        mean, std = (torch.tensor(value).reshape(1, -1, 1, 1) for value in (dataset.mean, dataset.std))
+        self.register_buffer("scale", 1 / (255 * std))
+        self.register_buffer("shift", -mean / std)
+
+    def forward(self, images):
+        return torch.addcmul(self.shift, images.to(self.scale.dtype), self.scale)
+
+
+def whole_batch(batch):
+    """Return a batch as `__getitems__` made it (a function with a name: a lambda does not reach a spawned worker)."""
+    return batch
+
+
+def loader_options(workers, device):
+    """Return the DataLoader arguments that all loaders of a script share.
+
+    `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, at most
+    8. Workers stay alive between epochs, and batches are pinned where a device can then copy them without waiting.
+    """
+    if workers is None:
+        workers = max(0, min(8, cores_per_process() - 1))
+    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type != "cpu",
+            "collate_fn": whole_batch}
+
+
+def mix(*numbers):
+    """Return one 63-bit seed that depends on all the numbers and their order."""
+    return random.Random(" ".join(map(str, numbers))).getrandbits(63)
+
+
+def _stratified_split(labels):
+    """Return the indices of 80 % and of 20 % of the samples, in proportion within each class, the same in each run."""
+    labels = np.asarray(labels)
+    shuffled = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
+    val = np.concatenate([of_class[:round(len(of_class) / 5)] for of_class in
+                          (shuffled[labels[shuffled] == label] for label in np.unique(labels))])
+    return np.setdiff1d(np.arange(len(labels)), val), np.sort(val)
+
+
+def _digits():
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
+    images = F.interpolate(images[:, None] * (255 / 16), size=28, mode="bilinear", align_corners=False)
+    images = images.round().to(torch.uint8)
+    return [(images[part], labels[part]) for part in _stratified_split(labels)]
+
+
+def _fake(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return images, torch.randint(100, (count,), generator=generator)
+
+
+def _torchvision(name, path):
+    kind = {"mnist": torchvision.datasets.MNIST, "fashion-mnist": torchvision.datasets.FashionMNIST,
+            "cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with FileLock(Path(path, f".{name}.lock")):  # one process downloads; the others wait, then find it there
+            sets = [kind(path, train=train, download=True) for train in (True, False)]
+    except (URLError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--dataset {name}: not in --data-path {path}, and not to be downloaded ({reason})") from None
+    except OSError as error:
+        raise UsageError(f"--data-path {path}: {error.strerror or error}") from None
+    return [(_channels_first(part.data), torch.as_tensor(part.targets)) for part in sets]
+
+
+def _channels_first(images):
+    images = torch.as_tensor(images)
+    return images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+
+
+def _folder(path, seed, output_dir):
+    if not path.is_dir():
+        raise UsageError(f"--data-path {path}: no such folder")
+    split = (path / "train").is_dir() and (path / "val").is_dir()
+    classes = _subfolders(path / "train" if split else path)
+    if not classes:
+        raise UsageError(f"--data-path {path}: no sub-folders; --dataset folder wants one per class")
+    if split:
+        unknown = set(_subfolders(path / "val")) - set(classes)
+        if unknown:
+            raise UsageError(f"--data-path {path}: val/ has classes that train/ has not: {', '.join(sorted(unknown))}")
+        train, val = _samples(path / "train", classes), _samples(path / "val", classes)
+    else:
+        samples = _samples(path, classes)
+        train, val = ([samples[index] for index in part] for part in
+                      _stratified_split([label for _, label in samples]))
+    if not val:
+        raise UsageError(f"--data-path {path}: too few images to keep a fifth of each class for validation")
+    if is_main_process():
+        file = Path(output_dir, "class_indices.json")
+        file.write_text(json.dumps(dict(enumerate(classes)), indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
+    return FolderDataset(train, len(classes), seed, augment=True), FolderDataset(val, len(classes), seed)
+
+
+def _subfolders(path):
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _samples(path, classes):
+    samples = []
+    for label, name in enumerate(classes):
+        files = sorted(file for file in (path / name).rglob("*") if file.suffix.lower() in EXTENSIONS)
+        if not files:
+            raise UsageError(f"--data-path {path}: class {name!r} has no images ({' '.join(EXTENSIONS)})")
+        samples += [(str(file), label) for file in files]
+    return samples

@@ -1,0 +1,131 @@
+"""The networks, and what is done to one before training: weights loaded, layers frozen, parameters grouped."""
+import math
+import types
+
+import torch
+from torch import nn
+from torchvision.models import resnet
+
+from common.checkpoint import load_file
+from common.cli import UsageError
+from common.reduce import is_main_process
+
+MODELS = ["cnn", "resnet18", "resnet34", "resnet50"]
+
+
+class CNN(nn.Module):
+    """Three 5x5 convolutions of 16, 32 and 32 channels, each with a max-pool, then 128, 64 and `num_classes`.
+
+    Takes images (N, C, H, W), normalised; gives logits (N, num_classes): softmax is cross_entropy's.
+    """
+
+    def __init__(self, num_classes, image_shape):
+        super().__init__()
+        channels, height, width = image_shape
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        )
+        self.hidden = nn.Sequential(
+            nn.Linear(32 * (height // 8) * (width // 8), 128), nn.ReLU(),
+            nn.Linear(128, 64), nn.ReLU(),
+        )
+        for module in self.modules():  # He et al. 2015, arXiv:1502.01852: without BatchNorm, signals must not fade
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+        self.classifier = nn.Linear(64, num_classes)
+
+    def forward(self, images):
+        return self.classifier(self.hidden(self.features(images).flatten(1)))
+
+
+def create_model(name, num_classes, image_shape):
+    """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialised.
+
+    The ResNets are torchvision's (He et al. 2015, arXiv:1512.03385). For images of at most 64 pixels their stem is a
+    3x3 convolution of stride 1 and no max-pool, as the paper's section 4.2 has it for CIFAR: the stem for 224 pixels
+    would leave a 32x32 image 1x1 after the last stage.
+    """
+    channels, height, _ = image_shape
+    if name == "cnn":
+        return CNN(num_classes, image_shape)
+    model = getattr(resnet, name)(num_classes=num_classes)
+    if height <= 64:
+        model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    elif channels != 3:
+        model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    return model
+
+
+def load_weights(model, path):
+    """Copy into `model` the tensors of the file `path` that match by name and shape; the main process lists the rest.
+
+    The file is a `state_dict`, or a checkpoint of any script here. Raises UsageError when nothing matches.
+    """
+    content = load_file("--weights", path)
+    content = content["model"] if isinstance(content.get("model"), dict) else content
+    wanted = model.state_dict()
+    taken = {name: tensor for name, tensor in content.items()
+             if name in wanted and getattr(tensor, "shape", None) == wanted[name].shape}
+    if not taken:
+        raise UsageError(f"--weights {path}: no tensor in it matches the model by name and shape")
+    model.load_state_dict(taken, strict=False)
+    if is_main_process():
+        left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
+                "of another shape": wanted.keys() & content.keys() - taken.keys()}
+        left = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
+        print(f"weights {path}: took {len(taken)} of {len(wanted)} tensors{left}")
+
+
+def sync_batchnorm(model, device):
+    """Return `model` with every BatchNorm a SyncBatchNorm, over the samples of all processes; UsageError on a CPU."""
+    if device.type == "cpu":
+        raise UsageError("--sync-bn: SyncBatchNorm needs a GPU, and this run is on the cpu")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def freeze_layers(model):
+    """Leave only the classifier (the last linear layer, whatever its name) trainable.
+
+    A frozen BatchNorm stays in evaluation mode, also after `model.train()`: else its running statistics would drift.
+    """
+    *_, classifier = (module for module in model.modules() if isinstance(module, nn.Linear))
+    model.requires_grad_(False)
+    classifier.requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+            module.train = types.MethodType(_stay, module)
+
+
+def _stay(module, mode=True):
+    return module
+
+
+def parameter_groups(model, weight_decay):
+    """Return the trainable parameters for an optimizer, in two groups: biases and BatchNorm are not decayed.
+
+    Goyal et al. 2017, arXiv:1706.02677, section 5.1, for BatchNorm; biases as in He et al. 2018, arXiv:1812.01187.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def cosine(epochs, lrf):
+    """Return the factor of the learning rate after n epochs: from 1 down to `lrf` along half a cosine.
+
+    A closed form, so that a resumed run has the rate of an undisturbed one to the last bit.
+    """
+    return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
+
+
+def size(model):
+    """Return how many of its parameters a model trains, for people: "5,130 of 11,181,642"."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return f"{sum(size for size, trainable in sizes if trainable):,} of {sum(size for size, _ in sizes):,}"
