@@ -93,6 +93,25 @@ def select_device(name, local_rank=None):
     return device
 
 
+def count_devices(name):
+    """Return how many processes suit the device called `name` (see select_device): one for each, or 2 on a CPU."""
+    return 2 if select_device(name).type == "cpu" else torch.accelerator.device_count()
+
+
+def serve_store(host, port, nodes):
+    """Return a TCPStore that this process serves, at a free port where `port` is 0.
+
+    Raises UsageError for a port that is in use, for a host that is not this one, or for several `nodes` and no port.
+    """
+    if nodes > 1 and not port:
+        raise UsageError(f"--nnodes {nodes}: the other hosts cannot guess the port; name one with --port")
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = "in use" if "EADDRINUSE" in str(error) else _first_line(error)
+        raise UsageError(f"--port {port} on --ip {host}: {reason}") from None
+
+
 def peak_memory(device):
     """Return "  N MiB", the most memory that tensors took on `device` so far; "" where no device counts it."""
     measure = getattr(torch.get_device_module(device), "max_memory_allocated", None)

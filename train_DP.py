@@ -1,0 +1,182 @@
+"""Train on several devices of one machine from one process: DataParallel.
+
+    python train_DP.py
+    CUDA_VISIBLE_DEVICES=0,1 python train_DP.py --dataset cifar100 --model resnet18 --batch-size 512
+
+Parent: train.py
+"""
+import atexit
+import math
+import time
+
+import torch
+import torch.nn.functional as F
+
+# new #
+from torch.nn import DataParallel
+
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from common import checkpoint, cli, datasets, models
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to learn")
+    parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
+    parser.add_argument("--weights", metavar="PATH", help="start from the tensors of this file that fit")
+    parser.add_argument("--freeze-layers", action="store_true", help="train the classifier alone")
+    parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="over ALL processes")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for a batch of 128; scales with it")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="last rate, as a fraction of --lr")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from the cores)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
+    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
+    parser.add_argument("--evaluate", action="store_true", help="only measure what was loaded")
+    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="steps per look at the loss")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="epochs per epoch-NNN.pt; 0: none")
+    return parser.parse_args()
+
+
+@torch.inference_mode()
+def evaluate(model, loader, normalize, device):
+    """Return the mean loss, the accuracy and the top-5 accuracy over all samples, each counted once."""
+    model.eval()
+    sums = torch.zeros(4, device=device)
+    for images, labels in loader:
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        outputs = model(normalize(images))
+        loss = F.cross_entropy(outputs, labels, reduction="sum")
+        hits = outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]
+        sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
+        sums[3] += len(labels)
+
+    loss, correct, correct_top5, count = sums.tolist()
+    return loss / count, correct / count, correct_top5 / count
+
+
+def open_log(args, start_epoch, headline):
+    """Print what this run is, note its arguments in TensorBoard, and return TensorBoard's writer."""
+    print(headline)
+    writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
+    writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
+    atexit.register(writer.close)
+    return writer
+
+
+def main(args):
+    torch.manual_seed(args.seed)
+    device = cli.select_device(args.device)
+    folder = checkpoint.make_folder(args.output_dir)
+
+    # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
+    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
+    if args.batch_size > len(train_set):
+        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
+    batch_size = args.batch_size
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    options = datasets.loader_options(args.workers, device)
+    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
+    val_loader = DataLoader(val_set, batch_size, **options)
+    normalize = datasets.Normalize(train_set).to(device)
+
+    # Model
+    model = models.create_model(args.model, train_set.num_classes, train_set.image_shape)
+    if args.weights:
+        models.load_weights(model, args.weights)
+    if args.freeze_layers:
+        models.freeze_layers(model)
+    model.to(device)
+
+    # Optimizer: the learning rate grows with the batch
+    lr = args.lr * args.batch_size / 128
+    optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
+
+    # new # its forward cuts the batch up and copies the model to every device; on a CPU it passes through
+    parallel_model = DataParallel(model)
+
+    if args.evaluate:
+        if not args.weights and start_epoch == 1:
+            raise cli.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
+        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
+        print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
+        return
+
+
+    # new #
+    layout = f"1 process x 1 micro-batch x {batch_size} over {len(parallel_model.device_ids) or 1} device(s)"
+
+    headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
+    writer = open_log(args, start_epoch, headline)
+
+    for epoch in range(start_epoch, args.epochs + 1):
+        # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
+        train_set.set_epoch(epoch)
+        sampler.generator.manual_seed(args.seed + epoch)
+        torch.manual_seed(args.seed + epoch)
+
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        start = time.perf_counter()
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None)
+        for step, (images, labels) in enumerate(bar, 1):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+
+            # new #
+            loss = F.cross_entropy(parallel_model(normalize(images)), labels)
+
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach()
+
+            # Reading the loss waits for the device: so now and then, not in every step
+            if step % args.log_every and step < len(train_loader):
+                continue
+            train_loss = loss_sum.item() / step
+            if not math.isfinite(train_loss):
+                raise cli.RunError(f"epoch {epoch}, step {step}: the loss is {train_loss}; try a lower --lr")
+            bar.set_postfix(loss=f"{train_loss:.4f}")
+
+        seconds = time.perf_counter() - start
+        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
+        if not math.isfinite(val_loss):
+            raise cli.RunError(f"epoch {epoch}, step {step}: the validation loss is {val_loss}")
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+
+        # Save: last.pt after the others, since it says that the epoch is done
+        values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
+        if accuracy > best_accuracy:
+            best_accuracy = accuracy
+            checkpoint.save_checkpoint(folder / "best.pt", state, **values)
+        if args.save_every and epoch % args.save_every == 0:
+            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", state, **values)
+        checkpoint.save_checkpoint(folder / "last.pt", state, **values)
+
+        speed = len(train_loader) * args.batch_size / seconds
+        scalars = {"loss": train_loss, "val_loss": val_loss, "accuracy": accuracy, "learning_rate": lr,
+                   "accuracy_top5": accuracy_top5, "seconds": seconds, "images_per_second": speed}
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, epoch)
+        writer.flush()
+        print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
+              f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
+              f"{speed:,.0f} images/s{cli.peak_memory(device)}")
+
+
+if __name__ == "__main__":
+    with cli.report_errors():
+        args = parse_args()
+        main(args)
