@@ -13,11 +13,8 @@ from urllib.error import URLError
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torchvision
 from filelock import FileLock
 from torch import nn
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms import v2
 
 from common.cli import ProcessError, UsageError
 from common.reduce import cores_per_process, is_main_process
@@ -110,6 +107,8 @@ class FolderDataset:
         self.samples, self.num_classes = samples, num_classes
         self.seed, self.augment = seed, augment
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        from torchvision.transforms import v2  # here, because torchvision takes half a second to import
+
         self.transform = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()] if augment else
                                     [v2.Resize(256), v2.CenterCrop(224)])
 
@@ -125,6 +124,8 @@ class FolderDataset:
         return images, torch.tensor([self.samples[index][1] for index in indices])
 
     def _read(self, index):
+        from torchvision.io import ImageReadMode, decode_image
+
         path = self.samples[index][0]
         try:
             image = decode_image(path, mode=ImageReadMode.RGB, apply_exif_orientation=True)
@@ -195,6 +196,8 @@ def _fake(count, seed):
 
 
 def _torchvision(name, path):
+    import torchvision
+
     kind = {"mnist": torchvision.datasets.MNIST, "fashion-mnist": torchvision.datasets.FashionMNIST,
             "cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
     try:

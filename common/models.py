@@ -4,7 +4,6 @@ import types
 
 import torch
 from torch import nn
-from torchvision.models import resnet
 
 from common.checkpoint import load_file
 from common.cli import UsageError
@@ -34,7 +33,6 @@ class CNN(nn.Module):
         for module in self.modules():  # He et al. 2015, arXiv:1502.01852: without BatchNorm, signals must not fade
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-                nn.init.zeros_(module.bias)
         self.classifier = nn.Linear(64, num_classes)
 
     def forward(self, images):
@@ -51,6 +49,8 @@ def create_model(name, num_classes, image_shape):
     channels, height, _ = image_shape
     if name == "cnn":
         return CNN(num_classes, image_shape)
+    from torchvision.models import resnet  # here, because torchvision takes half a second to import
+
     model = getattr(resnet, name)(num_classes=num_classes)
     if height <= 64:
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)

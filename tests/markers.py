@@ -105,10 +105,10 @@ def compare(path):
             before = outside[first - 1][0] if first else 0
             after = outside[first][0] if first < len(outside) else len(lines) + 1
             here = [block for block in blocks if before < block.first and block.last < after]
-            if not here:
+            rest = _share_out(old[old_first:old_last], here, lines)
+            if rest:
                 raise BrokenRule(f"{path.name}:{before}: {parent.name} goes on here, and no block says why this does "
-                                 f"not: {old[old_first][1]}")
-            here[0].removed = [number for number, _ in old[old_first:old_last]]
+                                 f"not: {rest[0][1].strip()}")
 
     old_lines = dict(old)
     for block in blocks:
@@ -119,6 +119,16 @@ def compare(path):
 def changed_lines(path):
     """Return how many lines of a script differ from its parent, neither blank nor comment."""
     return sum(block.changed for block in compare(path))
+
+
+def _share_out(removed, blocks, lines):
+    """Give each block as many of the parent's lines as it has lines of its own, a comment alone all that are left."""
+    for block in blocks:
+        body = lines[block.first:block.last]
+        takes = len(body) if any(map(_is_code, body)) else len(removed)
+        block.removed = [number for number, _ in removed[:takes]]
+        removed = removed[takes:]
+    return removed
 
 
 def _as_the_child_has_it(parent):

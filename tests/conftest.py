@@ -1,0 +1,145 @@
+"""Running the scripts as a user does: the real command, the real launcher, real processes."""
+import collections
+import fcntl
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+LAUNCH = [PYTHON, "-m", "torch.distributed.launch"]
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+
+Finished = collections.namedtuple("Finished", "code out err")
+
+
+def run(*command, cwd=ROOT, env=None, terminal=False, seconds=180):
+    """Run a command to its end and return (exit code, standard output, standard error).
+
+    With `terminal`, standard error is a pseudo-terminal, so that progress bars show. Fails if the command outlasts
+    `seconds`, or if a process that it started outlives it.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
+    command = [str(part) for part in command]
+    master, slave = pty.openpty() if terminal else (None, subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=cwd, env=environment | (env or {}), start_new_session=True, text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave)
+    shown = []
+    if terminal:
+        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # a bar fills its terminal
+        os.close(slave)
+        reader = threading.Thread(target=_read_terminal, args=(master, shown))
+        reader.start()
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"not at an end after {seconds} s: {' '.join(command)}\n{out[-2000:]}\n{(err or '')[-2000:]}")
+    finally:
+        if terminal:
+            reader.join()
+            os.close(master)
+    left = processes_of_session(process.pid)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes outlived {' '.join(command)}"
+    return Finished(process.returncode, out, "".join(shown) if terminal else err)
+
+
+def _read_terminal(master, shown):
+    while True:
+        try:
+            data = os.read(master, 65536)
+        except OSError:  # the last writer has closed it
+            return
+        shown.append(data.decode(errors="replace"))
+
+
+def processes_of_session(session):
+    """Return the living processes of a session: what a command started and left behind."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, its_session = entry.joinpath("stat").read_text().rsplit(") ", 1)[1].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(its_session) == session and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def good(finished):
+    """Return the result of a run that must have gone well."""
+    assert finished.code == 0, f"exit code {finished.code}\n{finished.out[-3000:]}\n{finished.err[-3000:]}"
+    return finished
+
+
+def epochs(out):
+    """Return what the lines of a run's epochs say: one dict of numbers each."""
+    return [{name: float(value) for name, value in
+             re.findall(r"(loss|val_loss|accuracy|top5|lr) ([-+.\dinfae]+)", line)}
+            for line in out.splitlines() if line.startswith("epoch")]
+
+
+def copy_out(script, folder):
+    """Copy one script and common/ into an empty folder, as a user does; return the script's path there."""
+    folder.mkdir(parents=True)
+    shutil.copytree(ROOT / "common", folder / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    return Path(shutil.copy(ROOT / script, folder))
+
+
+def load(path):
+    """Return a checkpoint's content, by the safe loader."""
+    import torch
+
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def distance(left, right):
+    """Return the greatest difference between any two weights of two checkpoints."""
+    left, right = load(left)["model"], load(right)["model"]
+    assert left.keys() == right.keys()
+    return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
+
+
+def same(left, right):
+    """Return whether two checkpoint contents are equal bit for bit, types included."""
+    import torch
+
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """Return a folder of 61 JPEG pictures in three classes that a small network can tell apart by their colours."""
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.RandomState(0)
+    folder = tmp_path_factory.mktemp("photos")
+    for label, (name, number) in enumerate([("ash", 20), ("beech", 19), ("cedar", 22)]):
+        (folder / name).mkdir()
+        for index in range(number):
+            height, width = random.randint(60, 120, 2)
+            pixels = random.randint(0, 150, (height, width, 3))
+            pixels[..., label] += 100
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{index:02}.jpg", quality=90)
+    (folder / "LICENSE.txt").write_text("a file that is no picture, as the flower photos have one\n")
+    return folder

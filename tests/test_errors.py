@@ -1,0 +1,149 @@
+"""A mistake that can be foreseen ends in one line that names it, the right exit code, and no process left."""
+import pickle
+import shutil
+import socket
+
+import pytest
+from conftest import LAUNCH, PYTHON, TORCHRUN, run
+
+
+def ends_in_one_line(result, code, *parts):
+    """Check that standard error is one line with `parts` in it, and nothing on standard output looks like training."""
+    assert result.code == code, result.err
+    lines = result.err.splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].split(".py: error: ")[0].startswith("train"), lines[0]
+    for part in parts:
+        assert str(part) in lines[0]
+    assert "epoch" not in result.out
+
+
+# mistakes that show before any data is read
+@pytest.mark.parametrize(("command", "parts"), [
+    ("train.py --dataset nope", ["--dataset", "'nope'", "fashion-mnist"]),
+    ("train.py --epochs -1", ["--epochs", "'-1'", "above 0"]),
+    ("train.py --lr nan", ["--lr", "'nan'"]),
+    ("train.py --lrf 1.5", ["--lrf", "'1.5'", "0 to 1"]),
+    ("train.py --batch-size 12.5", ["--batch-size", "'12.5'"]),
+    ("train.py --epoch 3", ["--epoch"]),
+    ("train.py --device warp", ["--device warp"]),
+    ("train_grad_accum.py --accum-steps 0", ["--accum-steps", "'0'"]),
+    ("train_DDP.py --sync-bn False", ["False"]),
+    ("train_DDP.py --backend smoke", ["--backend smoke", "gloo"]),
+    ("train_DDP.py --backend nccl --device cpu", ["--backend nccl", "cpu", "gloo"]),
+    ("train_mp.py --port 70000", ["--port", "'70000'"]),
+    ("train_mp.py --nnodes 2 --ip 127.0.0.1", ["--nnodes 2", "--port"]),
+])
+def test_wrong_arguments(command, parts):
+    script, *arguments = command.split()
+    ends_in_one_line(run(PYTHON, script, *arguments), 2, *parts)
+
+
+# mistakes that show when the data, the model or a checkpoint is there
+@pytest.mark.parametrize(("command", "parts"), [
+    ("train.py --batch-size 1439", ["--batch-size 1439", "1438"]),
+    ("train.py --evaluate", ["--evaluate", "--weights", "--resume"]),
+    ("train.py --evaluate --resume auto", ["--evaluate", "--resume"]),
+    ("train.py --weights mistyped.pt", ["--weights mistyped.pt", "no such file"]),
+    ("train.py --resume mistyped.pt", ["--resume mistyped.pt", "no such file"]),
+    ("train.py --dataset folder --data-path {tmp}/missing", ["{tmp}/missing", "no such folder"]),
+    ("train.py --dataset folder --data-path {tmp}/empty", ["{tmp}/empty", "no sub-folders"]),
+    ("train.py --dataset folder --data-path {tmp}/hollow", ["{tmp}/hollow", "'oak'", "no images"]),
+    ("train.py --dataset cifar10 --data-path {tmp}/file", ["{tmp}/file"]),
+    ("train.py --output-dir {tmp}/file", ["--output-dir {tmp}/file"]),
+    ("train_DDP.py --sync-bn", ["--sync-bn", "cpu"]),
+    ("train_grad_accum.py --accum-steps 65", ["--accum-steps 65", "64"]),
+])
+def test_wrong_data_or_files(tmp_path, command, parts):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hollow/oak").mkdir(parents=True)
+    (tmp_path / "file").write_text("a file, not a folder\n")
+    script, *arguments = command.format(tmp=tmp_path).split()
+    arguments += [] if "--output-dir" in arguments else ["--output-dir", tmp_path / "out"]
+    ends_in_one_line(run(PYTHON, script, *arguments), 2, *(part.format(tmp=tmp_path) for part in parts))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Return a folder of files that are no checkpoints of the small CNN for the digits."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    resnet = {"model": {"conv1.weight": torch.zeros(64, 1, 3, 3)}, "optimizer": {}, "scheduler": {}, "epoch": 1,
+              "accuracy": 0.5, "best_accuracy": 0.5}
+    torch.save(resnet, folder / "resnet.pt")
+    torch.save({"model": resnet["model"]}, folder / "weights.pt")
+    whole = (folder / "resnet.pt").read_bytes()
+    (folder / "torn.pt").write_bytes(whole[:len(whole) // 2])
+    (folder / "empty.pt").write_bytes(b"")
+    (folder / "text.pt").write_text("dear diary\n")
+    with open(folder / "code.pt", "wb") as file:
+        pickle.dump(Code(str(folder / "ran")), file, protocol=2)
+    torch.save({"model": Code(str(folder / "ran"))}, folder / "zipped-code.pt")
+    return folder
+
+
+class Code:
+    """An object whose pickle, when loaded without care, makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize(("option", "name", "parts"), [
+    ("--resume", "resnet.pt", ["model", "--model"]),
+    ("--weights", "resnet.pt", ["no tensor in it matches"]),
+    ("--resume", "weights.pt", ["no 'optimizer'", "--weights"]),
+    ("--resume", "torn.pt", ["torn"]),
+    ("--resume", "empty.pt", ["torn"]),
+    ("--weights", "text.pt", ["not"]),
+    ("--resume", "code.pt", ["not loaded"]),
+    ("--weights", "zipped-code.pt", ["not loaded"]),
+])
+def test_files_that_are_no_checkpoint_of_this_model(checkpoints, tmp_path, option, name, parts):
+    result = run(PYTHON, "train.py", option, checkpoints / name, "--output-dir", tmp_path)
+    ends_in_one_line(result, 2, f"{option} {checkpoints / name}", *parts)
+    assert not (checkpoints / "ran").exists()
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = run(PYTHON, "train_mp.py", "--port", port, "--output-dir", tmp_path)
+    ends_in_one_line(result, 2, f"--port {port}", "in use")
+
+
+@pytest.mark.parametrize("launcher", [[*LAUNCH, "--nproc_per_node=2"], [*TORCHRUN, "--nproc-per-node=2"], None])
+def test_a_batch_that_the_processes_cannot_share(tmp_path, launcher):
+    """One line of ours, also under a launcher, which adds a report of its own and exits with 1."""
+    command = [*launcher, "train_DDP.py"] if launcher else [PYTHON, "train_mp.py"]
+    result = run(*command, "--batch-size", "63", "--output-dir", tmp_path)
+    said = [line for line in result.err.splitlines() if "error: " in line and line.startswith("train")]
+    assert said == [f"{command[-1]}: error: --batch-size 63: not a multiple of the 2 processes that share it"]
+    assert result.code == (1 if launcher else 2)
+    if not launcher:
+        assert result.err.splitlines() == said
+    assert "train_DDP.py\", line" not in result.err
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_unreadable_image_is_named_by_the_process_that_met_it(photos, tmp_path, workers):
+    data = tmp_path / "data"
+    shutil.copytree(photos, data)
+    for split in ("train", "val"):  # a split of one's own, so that the broken picture is sure to be trained on
+        (data / split).mkdir()
+    for name in ("ash", "beech", "cedar"):
+        shutil.copytree(data / name, data / "val" / name)
+        shutil.move(data / name, data / "train" / name)
+    broken = data / "train/beech/07.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    result = run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--dataset", "folder", "--data-path", data,
+                 "--batch-size", "60", "--epochs", "1", "--workers", workers, "--output-dir", tmp_path / "out")
+    said = [line for line in result.err.splitlines() if line.startswith("train_DDP.py: error: ")]
+    assert result.code == 1 and len(said) == 1, result.err
+    assert said[0].startswith("train_DDP.py: error: rank ") and str(broken) in said[0] and "cannot be read" in said[0]
+    assert "train_DDP.py\", line" not in result.err  # no traceback of ours
+    assert not (tmp_path / "out/last.pt").exists()

@@ -1,0 +1,98 @@
+"""Which samples come when, and how they are augmented, follows from (seed, epoch, index) and from nothing else."""
+import pytest
+from conftest import PYTHON, ROOT, TORCHRUN, good, load, run
+
+# reads the data as the scripts do (the loaders' lines are train_DDP.py's) and notes what came, epoch by epoch
+READER = '''
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+from common import datasets
+
+rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+full, _ = datasets.create_datasets("fake", "", 0, "")
+train_set = datasets.ArrayDataset("fake", full.images[:62], full.labels[:62], 7, augment=True)
+for workers in (0, 1, 2):
+    sampler = DistributedSampler(train_set, world_size, rank, seed=7, drop_last=True)
+    options = datasets.loader_options(workers, torch.device("cpu"))
+    loader = DataLoader(train_set, 12 // world_size, sampler=sampler, drop_last=True, **options)
+    for epoch in (1, 2, 1):
+        train_set.set_epoch(epoch)
+        sampler.set_epoch(epoch)
+        batches = [images for images, labels in loader]
+        torch.save(batches, f"{sys.argv[2]}/{world_size}-{rank}-{workers}-{epoch}.pt")
+'''
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """Read two epochs on 1, 2 and 3 processes; return a function from (processes, workers, epoch) to global batches."""
+    folder = tmp_path_factory.mktemp("read")
+    (folder / "reader.py").write_text(READER)
+    for processes in (1, 2, 3):
+        launcher = [PYTHON] if processes == 1 else [*TORCHRUN, f"--nproc-per-node={processes}"]
+        good(run(*launcher, folder / "reader.py", ROOT, folder))
+
+    def get(processes, workers, epoch):
+        import torch
+
+        shares = [load(folder / f"{processes}-{rank}-{workers}-{epoch}.pt") for rank in range(processes)]
+        return [torch.stack(batch, 1).flatten(0, 1) for batch in zip(*shares, strict=True)]
+
+    return get
+
+
+def test_the_same_batches_on_any_number_of_processes_and_workers(read):
+    import torch
+
+    for epoch in (1, 2):
+        reference = read(1, 0, epoch)
+        assert len(reference) == 5 and len(torch.cat(reference).flatten(1).unique(dim=0)) == 60
+        for processes in (1, 2, 3):
+            for workers in (0, 1, 2):
+                batches = read(processes, workers, epoch)
+                assert all(torch.equal(left, right) for left, right in zip(reference, batches, strict=True))
+
+
+def test_epochs_differ_in_order_and_in_augmentation(read):
+    first, second = read(1, 0, 1), read(1, 0, 2)
+    assert not any(left.equal(right) for left, right in zip(first, second, strict=True))
+
+
+def test_the_baselines_sampler_has_the_distributed_samplers_order():
+    import torch
+    from torch.utils.data import DistributedSampler, RandomSampler
+
+    data = list(range(101))
+    plain = RandomSampler(data, generator=torch.Generator())
+    dealt = [DistributedSampler(data, 2, rank, seed=5, drop_last=True) for rank in (0, 1)]
+    for epoch in (1, 2, 3):
+        plain.generator.manual_seed(5 + epoch)
+        for sampler in dealt:
+            sampler.set_epoch(epoch)
+        assert list(plain)[:100] == [index for pair in zip(*dealt, strict=True) for index in pair]
+
+
+def test_each_sample_has_crops_and_flips_of_its_own():
+    """All 81 offsets and both flips occur, none much more often than another; a pixel that marks the corner tells."""
+    import torch
+    from common.datasets import ArrayDataset
+
+    count = 8100
+    images = torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
+    images[:, :, 10, 12] = 255  # after a crop at (top, left) it is at (14 - top, 16 - left), or mirrored
+    data = ArrayDataset("cifar10", images, torch.zeros(count, dtype=torch.int64), 0, augment=True)
+    seen = []
+    for epoch in (1, 2):
+        data.set_epoch(epoch)
+        batch, _ = data.__getitems__(list(range(count)))
+        seen.append(batch[:, 0].flatten(1).max(1).indices)
+        assert (batch[:, 0].flatten(1).sum(1) == 255).all()  # it is in every crop, once
+    places, counts = seen[0].unique(return_counts=True)
+    rows, columns = places // 32, places % 32
+    assert rows.unique().tolist() == list(range(6, 15))
+    assert set(columns.tolist()) == {*range(8, 17), *(31 - column for column in range(8, 17))}
+    assert len(places) == 9 * 17  # 8 to 16, and mirrored 15 to 23: columns 15 and 16 are reached both ways
+    assert counts.max() < 4 * counts.float().mean()
+    assert (seen[0] != seen[1]).float().mean() > 0.9

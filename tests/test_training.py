@@ -1,0 +1,220 @@
+"""Every variant, as launched, trains the baseline's model, measures it exactly, and goes on where it stopped."""
+import json
+import re
+import shutil
+
+import pytest
+from conftest import LAUNCH, PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
+
+# A rate at which training is stable. Sums in another order differ by 1e-7, which now and then puts a ReLU on its other
+# side: a jump of up to 0.05 times the rate in some weight. At a high rate such jumps feed one another and grow.
+SAME = ["--epochs", "4", "--batch-size", "96", "--lr", "0.0003", "--seed", "3", "--save-every", "1"]
+
+RUNS = {
+    "train": ([PYTHON, "train.py", "--workers", "0"]),
+    "DP": ([PYTHON, "train_DP.py", "--workers", "1"]),
+    "DDP2": ([*LAUNCH, "--nproc_per_node=2", "train_DDP.py"]),
+    "DDP3": ([*TORCHRUN, "--nproc-per-node=3", "train_DDP.py"]),
+    "mp2": ([PYTHON, "train_mp.py"]),
+    "accum 1x2": ([PYTHON, "train_grad_accum.py", "--accum-steps", "2"]),
+    "accum 2x4": ([*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py", "--accum-steps", "4"]),
+    "accum 2x5": ([*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py", "--accum-steps", "5"]),
+    # at a rate at which they learn more than the others
+    "float32": ([*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--lr", "0.02"]),
+    "bf16": ([*TORCHRUN, "--nproc-per-node=2", "train_amp.py", "--lr", "0.02", "--clip-norm", "100"]),
+}
+EXACT = [name for name in RUNS if name not in ("train", "float32", "bf16")]
+RESUMED = ["train", "DP", "DDP2", "mp2", "accum 2x5", "bf16"]
+
+
+def command(name):
+    """Return the command of RUNS with the arguments that all share; its own come last, so that they count."""
+    at = next(index for index, part in enumerate(RUNS[name]) if part.startswith("train")) + 1
+    return [*RUNS[name][:at], *SAME, *RUNS[name][at:]]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Run each command of RUNS once, when a test first asks for it; return a function from name to (folder, result)."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = {}
+
+    def get(name):
+        if name not in done:
+            output = folder / name.replace(" ", "-")
+            done[name] = output, good(run(*command(name), "--output-dir", output, terminal=name == "mp2"))
+        return done[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_trains_the_same_model_as_the_baseline(runs, name):
+    reference, variant = runs("train")[0], runs(name)[0]
+    assert distance(reference / "epoch-001.pt", reference / "epoch-003.pt") > 2e-3  # it did train
+    assert distance(reference / "epoch-003.pt", variant / "epoch-003.pt") < 1e-5
+
+
+def test_mp_is_ddp_bit_for_bit(runs):
+    assert same(load(runs("DDP2")[0] / "last.pt"), load(runs("mp2")[0] / "last.pt"))
+
+
+def test_bf16_reaches_the_accuracy_of_float32(runs):
+    reached = {name: epochs(runs(name)[1].out)[-1]["accuracy"] for name in ("bf16", "float32")}
+    assert reached["float32"] > 0.9 and abs(reached["bf16"] - reached["float32"]) < 0.015
+    assert distance(runs("bf16")[0] / "epoch-001.pt", runs("float32")[0] / "epoch-001.pt") > 1e-5  # not the same run
+
+
+def test_the_default_run_learns_the_digits(tmp_path):
+    result = good(run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", cwd=copy_out("train_DDP.py", tmp_path / "x").parent))
+    assert epochs(result.out)[-1]["accuracy"] >= 0.97
+    assert sum(float(seconds) for seconds in re.findall(r"([\d.]+) s ", result.out)) < 60
+    assert {path.name.split(".")[0] for path in (tmp_path / "x/runs").iterdir()} == {"events", "best", "last"}
+
+
+def test_one_line_says_what_the_run_is_and_one_each_epoch(runs):
+    out = {name: runs(name)[1].out.splitlines() for name in ("train", "DDP2", "accum 2x4", "accum 2x5")}
+    assert out["train"][0] == ("cpu: batch 96 = 1 process x 1 micro-batch x 96, lr 0.000225, "
+                               "84,778 of 84,778 parameters")
+    assert "batch 96 = 2 processes x 1 micro-batch x 48" in out["DDP2"][0]
+    assert "batch 96 = 2 processes x 4 micro-batches x 12" in out["accum 2x4"][0]
+    assert "batch 96 = 2 processes x 5 micro-batches x 9.6" in out["accum 2x5"][0]
+    for lines in out.values():
+        assert len(lines) == 5 and all(line.startswith(f"epoch   {n}/4  loss ") for n, line in enumerate(lines[1:], 1))
+        assert all(re.search(r"lr [\d.]+  [\d.]+ s  [\d,]+ images/s$", line) for line in lines[1:])
+    # the mean loss over all processes and micro-batches, at the rate that the epoch used
+    for name in ("DDP2", "accum 2x4", "accum 2x5"):
+        for left, right in zip(epochs("\n".join(out["train"])), epochs("\n".join(out[name])), strict=True):
+            assert left == pytest.approx(right, abs=2e-4)
+    assert epochs("\n".join(out["train"]))[0]["lr"] == 0.00022
+
+
+def test_one_process_shows_one_bar(runs):
+    err = runs("mp2")[1].err
+    assert len(re.findall(r"epoch 2: +0%", err)) == 1
+    assert re.search(r"epoch 4: .*loss=\d\.\d{4}", err)
+
+
+def test_one_process_writes_each_file(runs):
+    for name in ("train", "DDP2", "mp2"):
+        names = sorted(path.name for path in runs(name)[0].iterdir())
+        events = [name for name in names if name.startswith("events.out.tfevents")]
+        assert len(events) == 1
+        assert set(names) - set(events) == {"best.pt", "last.pt", *(f"epoch-00{n}.pt" for n in range(1, 5))}
+
+
+def test_tensorboard_reads_every_scalar_and_the_arguments(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, result = runs("DDP2")
+    log = EventAccumulator(str(folder))
+    log.Reload()
+    assert set(log.Tags()["scalars"]) == {"loss", "val_loss", "accuracy", "accuracy_top5", "learning_rate", "seconds",
+                                          "images_per_second"}
+    printed = epochs(result.out)
+    for tag, name in [("loss", "loss"), ("val_loss", "val_loss"), ("accuracy", "accuracy"), ("accuracy_top5", "top5"),
+                      ("learning_rate", "lr")]:
+        events = log.Scalars(tag)
+        assert [event.step for event in events] == [1, 2, 3, 4]
+        assert [event.value for event in events] == pytest.approx([line[name] for line in printed], abs=1e-4)
+    text = log.Tensors("arguments/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "batch_size = 96" in text and "seed = 3" in text
+
+
+def test_a_checkpoint_holds_plain_values_under_plain_names(runs):
+    for name in ("train", "DDP2", "bf16"):
+        content = load(runs(name)[0] / "last.pt")
+        wanted = {"model", "optimizer", "scheduler", "epoch", "accuracy", "best_accuracy"}
+        assert content.keys() == wanted | ({"scaler"} if name == "bf16" else set())
+        assert not any(key.startswith("module.") for key in content["model"])
+        printed = [line["accuracy"] for line in epochs(runs(name)[1].out)]
+        assert content["epoch"] == 4 and content["accuracy"] == pytest.approx(printed[-1], abs=1e-4)
+        best = load(runs(name)[0] / "best.pt")
+        assert best["accuracy"] == content["best_accuracy"] == pytest.approx(max(printed), abs=1e-4)
+        assert best["epoch"] == printed.index(max(printed)) + 1
+
+
+def test_biases_are_not_decayed(runs):
+    groups = load(runs("train")[0] / "last.pt")["optimizer"]["param_groups"]
+    assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(1e-4, 6), (0.0, 6)]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_two_and_two_epochs_are_four(runs, tmp_path, name):
+    folder, whole = runs(name)
+    shutil.copy(folder / "epoch-002.pt", tmp_path / "last.pt")
+    again = [*LAUNCH, "--use_env", *command(name)[len(LAUNCH):]] if name == "DDP2" else command(name)
+    workers = "1" if name == "mp2" else "2"  # under mp.spawn workers start by spawn too, which takes seconds for each
+    result = good(run(*again, "--workers", workers, "--resume", "auto", "--output-dir", tmp_path))
+    assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
+    assert epochs(result.out) == epochs(whole.out)[2:]
+    assert not (tmp_path / "epoch-002.pt").exists()  # the second epoch was not repeated
+
+
+RING = {"train.py": "DDP2", "train_DP.py": "bf16", "train_DDP.py": "train", "train_mp.py": "accum 2x4",
+        "train_amp.py": "DP", "train_grad_accum.py": "mp2"}
+
+
+@pytest.mark.parametrize(("script", "name"), RING.items())
+def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, script, name):
+    """One process (two under mp) finds the very accuracy that another number of processes reported."""
+    folder, result = runs(name)
+    path = copy_out(script, tmp_path / "copy")
+    measured = good(run(PYTHON, path.name, "--evaluate", "--resume", folder / "last.pt", cwd=path.parent)).out
+    reported = epochs(result.out)[-1]
+    assert re.search(r"accuracy ([\d.]+)  top5 ([\d.]+)$", measured.strip()).groups() == (
+        f"{reported['accuracy']:.4f}", f"{reported['top5']:.4f}")
+
+
+def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs):
+    from common.datasets import create_datasets
+
+    assert len(create_datasets("digits", "", 0, "")[1]) == 359  # neither 2 nor 3 divides it
+    said = {good(run(*words, "--evaluate", "--batch-size", "96", "--weights", runs("train")[0] / "epoch-001.pt")).out.splitlines()[-1]
+            for words in ([PYTHON, "train.py"], RUNS["DDP2"], RUNS["DDP3"])}
+    assert len(said) == 1, said
+
+
+def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
+    shutil.copy(runs("train")[0] / "epoch-002.pt", tmp_path / "last.pt")
+    good(run(*command("DDP2"), "--resume", "auto", "--output-dir", tmp_path))
+    assert distance(tmp_path / "last.pt", runs("train")[0] / "last.pt") < 1e-5
+
+
+def test_a_loss_that_is_not_finite_ends_all_processes_and_keeps_the_checkpoint(runs, tmp_path):
+    shutil.copy(runs("train")[0] / "last.pt", tmp_path / "last.pt")
+    before = (tmp_path / "last.pt").read_bytes()
+    result = run(*RUNS["DDP2"], "--lr", "1e5", "--log-every", "4", "--output-dir", tmp_path)
+    said = [line for line in result.err.splitlines() if line.startswith("train_DDP.py: error:")]
+    assert result.code == 1
+    assert said == ["train_DDP.py: error: epoch 1, step 4: the loss is nan; try a lower --lr"]
+    assert (tmp_path / "last.pt").read_bytes() == before
+    assert sorted(path.suffix for path in tmp_path.iterdir() if "events" not in path.name) == [".pt"]
+
+
+def test_fp16_scales_and_its_scaler_resumes(tmp_path):
+    """Few steps, since a CPU has no fast float16: bit-equal with its scaler's state, and near float32."""
+    steps = ["--batch-size", "478", "--epochs", "2", "--save-every", "1", "--lr", "0.002", "--clip-norm", "1"]
+    folder, again = tmp_path / "whole", tmp_path / "again"
+    whole = good(run(PYTHON, "train_amp.py", "--precision", "fp16", *steps, "--output-dir", folder))
+    good(run(PYTHON, "train_amp.py", "--precision", "fp16", *steps, "--output-dir", again,
+             "--resume", folder / "epoch-001.pt"))
+    first, last = load(folder / "epoch-001.pt"), load(folder / "last.pt")
+    assert same(last, load(again / "last.pt"))
+    assert last["scaler"]["scale"] == 65536 and last["scaler"]["_growth_tracker"] == 6
+    assert first["scaler"]["_growth_tracker"] == 3
+    float32 = good(run(PYTHON, "train_DDP.py", *steps[:-2], "--output-dir", tmp_path / "float32"))
+    assert epochs(whole.out)[0]["loss"] == pytest.approx(epochs(float32.out)[0]["loss"], rel=0.02)
+
+
+def test_weights_that_fit_are_taken_and_the_others_listed(runs, photos, tmp_path):
+    """From digits (1 channel, 10 classes) to photos (3 channels, 3 classes): the layers between are taken."""
+    result = good(run(PYTHON, "train_DDP.py", "--weights", runs("train")[0] / "best.pt", "--dataset", "folder", "--data-path",
+                      photos, "--batch-size", "48", "--epochs", "1", "--freeze-layers", "--output-dir", tmp_path))
+    said = result.out.splitlines()[0]
+    weights, start = load(tmp_path / "last.pt")["model"], load(runs("train")[0] / "best.pt")["model"]
+    taken = [name for name in weights if weights[name].shape == start[name].shape]
+    assert f"took {len(taken)} of {len(weights)} tensors; of another shape: " in said
+    assert all((weights[name] == start[name]).all() for name in taken) and "features.3.weight" in taken
+    assert "195 of " in result.out.splitlines()[1]  # 64 x 3 + 3: the classifier alone is trained
+    assert json.loads((tmp_path / "class_indices.json").read_text()) == {"0": "ash", "1": "beech", "2": "cedar"}
