@@ -1,7 +1,9 @@
 """A mistake that can be foreseen ends in one line that names it, the right exit code, and no process left."""
+import os
 import pickle
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import LAUNCH, PYTHON, TORCHRUN, run
@@ -18,95 +20,92 @@ def ends_in_one_line(result, code, *parts):
     assert "epoch" not in result.out
 
 
-# mistakes that show before any data is read
-@pytest.mark.parametrize(("command", "parts"), [
-    ("train.py --dataset nope", ["--dataset", "'nope'", "fashion-mnist"]),
-    ("train.py --epochs -1", ["--epochs", "'-1'", "above 0"]),
-    ("train.py --lr nan", ["--lr", "'nan'"]),
-    ("train.py --lrf 1.5", ["--lrf", "'1.5'", "0 to 1"]),
-    ("train.py --batch-size 12.5", ["--batch-size", "'12.5'"]),
-    ("train.py --epoch 3", ["--epoch"]),
-    ("train.py --device warp", ["--device warp"]),
-    ("train_grad_accum.py --accum-steps 0", ["--accum-steps", "'0'"]),
-    ("train_DDP.py --sync-bn False", ["False"]),
-    ("train_DDP.py --backend smoke", ["--backend smoke", "gloo"]),
-    ("train_DDP.py --backend nccl --device cpu", ["--backend nccl", "cpu", "gloo"]),
-    ("train_mp.py --port 70000", ["--port", "'70000'"]),
-    ("train_mp.py --nnodes 2 --ip 127.0.0.1", ["--nnodes 2", "--port"]),
-])
-def test_wrong_arguments(command, parts):
-    script, *arguments = command.split()
-    ends_in_one_line(run(PYTHON, script, *arguments), 2, *parts)
-
-
-# mistakes that show when the data, the model or a checkpoint is there
-@pytest.mark.parametrize(("command", "parts"), [
-    ("train.py --batch-size 1439", ["--batch-size 1439", "1438"]),
-    ("train.py --evaluate", ["--evaluate", "--weights", "--resume"]),
-    ("train.py --evaluate --resume auto", ["--evaluate", "--resume"]),
-    ("train.py --weights mistyped.pt", ["--weights mistyped.pt", "no such file"]),
-    ("train.py --resume mistyped.pt", ["--resume mistyped.pt", "no such file"]),
-    ("train.py --dataset folder --data-path {tmp}/missing", ["{tmp}/missing", "no such folder"]),
-    ("train.py --dataset folder --data-path {tmp}/empty", ["{tmp}/empty", "no sub-folders"]),
-    ("train.py --dataset folder --data-path {tmp}/hollow", ["{tmp}/hollow", "'oak'", "no images"]),
-    ("train.py --dataset cifar10 --data-path {tmp}/file", ["{tmp}/file"]),
-    ("train.py --output-dir {tmp}/file", ["--output-dir {tmp}/file"]),
-    ("train_DDP.py --sync-bn", ["--sync-bn", "cpu"]),
-    ("train_grad_accum.py --accum-steps 65", ["--accum-steps 65", "64"]),
-])
-def test_wrong_data_or_files(tmp_path, command, parts):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "hollow/oak").mkdir(parents=True)
-    (tmp_path / "file").write_text("a file, not a folder\n")
-    script, *arguments = command.format(tmp=tmp_path).split()
-    arguments += [] if "--output-dir" in arguments else ["--output-dir", tmp_path / "out"]
-    ends_in_one_line(run(PYTHON, script, *arguments), 2, *(part.format(tmp=tmp_path) for part in parts))
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Return a folder of files that are no checkpoints of the small CNN for the digits."""
-    import torch
-
-    folder = tmp_path_factory.mktemp("checkpoints")
-    resnet = {"model": {"conv1.weight": torch.zeros(64, 1, 3, 3)}, "optimizer": {}, "scheduler": {}, "epoch": 1,
-              "accuracy": 0.5, "best_accuracy": 0.5}
-    torch.save(resnet, folder / "resnet.pt")
-    torch.save({"model": resnet["model"]}, folder / "weights.pt")
-    whole = (folder / "resnet.pt").read_bytes()
-    (folder / "torn.pt").write_bytes(whole[:len(whole) // 2])
-    (folder / "empty.pt").write_bytes(b"")
-    (folder / "text.pt").write_text("dear diary\n")
-    with open(folder / "code.pt", "wb") as file:
-        pickle.dump(Code(str(folder / "ran")), file, protocol=2)
-    torch.save({"model": Code(str(folder / "ran"))}, folder / "zipped-code.pt")
-    return folder
+# command: what its one line names; {tmp} is a folder with an empty folder, one without images, and a plain file
+MISTAKES = {
+    # these show before any data is read
+    "train.py --dataset nope": ["--dataset", "'nope'", "fashion-mnist"],
+    "train.py --epochs -1": ["--epochs", "'-1'", "above 0"],
+    "train.py --lr nan": ["--lr", "'nan'"],
+    "train.py --lrf 1.5": ["--lrf", "'1.5'", "0 to 1"],
+    "train.py --batch-size 12.5": ["--batch-size", "'12.5'"],
+    "train.py --epoch 3": ["--epoch"],
+    "train.py --device warp": ["--device warp"],
+    "train_grad_accum.py --accum-steps 0": ["--accum-steps", "'0'"],
+    "train_DDP.py --sync-bn False": ["False"],
+    "train_DDP.py --backend smoke": ["--backend smoke", "gloo"],
+    "train_DDP.py --backend nccl --device cpu": ["--backend nccl", "cpu", "gloo"],
+    "train_mp.py --port 70000": ["--port", "'70000'"],
+    "train_mp.py --nnodes 2 --ip 127.0.0.1": ["--nnodes 2", "--port"],
+    # these when the data or the model is there
+    "train.py --batch-size 1439": ["--batch-size 1439", "1438"],
+    "train.py --evaluate": ["--evaluate", "--weights", "--resume"],
+    "train.py --evaluate --resume auto": ["--evaluate", "--resume"],
+    "train.py --weights mistyped.pt": ["--weights mistyped.pt", "no such file"],
+    "train.py --resume mistyped.pt": ["--resume mistyped.pt", "no such file"],
+    "train.py --dataset folder --data-path {tmp}/missing": ["{tmp}/missing", "no such folder"],
+    "train.py --dataset folder --data-path {tmp}/empty": ["{tmp}/empty", "no sub-folders"],
+    "train.py --dataset folder --data-path {tmp}/hollow": ["{tmp}/hollow", "'oak'", "no images"],
+    "train.py --dataset cifar10 --data-path {tmp}/file": ["{tmp}/file"],
+    "train.py --output-dir {tmp}/file": ["--output-dir {tmp}/file"],
+    "train_DDP.py --sync-bn --device cpu": ["--sync-bn", "cpu"],
+    "train_grad_accum.py --accum-steps 65": ["--accum-steps 65", "64"],
+    # and these when a checkpoint is read
+    "train.py --resume {tmp}/resnet.pt": ["--resume {tmp}/resnet.pt", "model", "--model"],
+    "train.py --weights {tmp}/resnet.pt": ["--weights {tmp}/resnet.pt", "no tensor in it matches"],
+    "train.py --resume {tmp}/weights.pt": ["--resume {tmp}/weights.pt", "no 'optimizer'", "--weights"],
+    "train.py --resume {tmp}/torn.pt": ["--resume {tmp}/torn.pt", "torn"],
+    "train.py --resume {tmp}/void.pt": ["--resume {tmp}/void.pt", "torn"],
+    "train.py --weights {tmp}/text.pt": ["--weights {tmp}/text.pt", "not"],
+    "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "not loaded"],
+    "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "not loaded"],
+}
 
 
 class Code:
     """An object whose pickle, when loaded without care, makes a file."""
 
     def __init__(self, path):
-        self.path = path
+        self.path = str(path)
 
     def __reduce__(self):
         return open, (self.path, "w")
 
 
-@pytest.mark.parametrize(("option", "name", "parts"), [
-    ("--resume", "resnet.pt", ["model", "--model"]),
-    ("--weights", "resnet.pt", ["no tensor in it matches"]),
-    ("--resume", "weights.pt", ["no 'optimizer'", "--weights"]),
-    ("--resume", "torn.pt", ["torn"]),
-    ("--resume", "empty.pt", ["torn"]),
-    ("--weights", "text.pt", ["not"]),
-    ("--resume", "code.pt", ["not loaded"]),
-    ("--weights", "zipped-code.pt", ["not loaded"]),
-])
-def test_files_that_are_no_checkpoint_of_this_model(checkpoints, tmp_path, option, name, parts):
-    result = run(PYTHON, "train.py", option, checkpoints / name, "--output-dir", tmp_path)
-    ends_in_one_line(result, 2, f"{option} {checkpoints / name}", *parts)
-    assert not (checkpoints / "ran").exists()
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    """Make every mistake once, as many at a time as there are cores; return the folder, and command to result."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "empty").mkdir()
+    (folder / "hollow/oak").mkdir(parents=True)
+    (folder / "file").write_text("a file, not a folder\n")
+    resnet = {"model": {"conv1.weight": torch.zeros(64, 1, 3, 3)}, "optimizer": {}, "scheduler": {}, "epoch": 1,
+              "accuracy": 0.5, "best_accuracy": 0.5}
+    torch.save(resnet, folder / "resnet.pt")
+    torch.save({"model": resnet["model"]}, folder / "weights.pt")
+    whole = (folder / "resnet.pt").read_bytes()
+    (folder / "torn.pt").write_bytes(whole[:len(whole) // 2])
+    (folder / "void.pt").write_bytes(b"")
+    (folder / "text.pt").write_text("dear diary\n")
+    (folder / "code.pt").write_bytes(pickle.dumps(Code(folder / "ran"), protocol=2))
+    torch.save({"model": Code(folder / "ran")}, folder / "zipped-code.pt")
+
+    def make(number, command):
+        script, *arguments = command.format(tmp=folder).split()
+        arguments += [] if "--output-dir" in arguments else ["--output-dir", folder / f"out{number}"]
+        return run(PYTHON, script, *arguments)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(make, range(len(MISTAKES)), MISTAKES)
+        return folder, dict(zip(MISTAKES, results, strict=True))
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_named_in_one_line(mistakes, command):
+    folder, results = mistakes
+    ends_in_one_line(results[command], 2, *(part.format(tmp=folder) for part in MISTAKES[command]))
+    assert not (folder / "ran").exists()  # no code in a checkpoint was run
 
 
 def test_a_port_in_use(tmp_path):

@@ -45,7 +45,7 @@ def test_what_was_measured_is_what_was_saved(trained, photos):
     assert accuracy == epochs(result.out)[-1]["accuracy"]
 
 
-@pytest.mark.parametrize("script", ["train_DDP.py", "train_mp.py"])
+@pytest.mark.parametrize("script", ["train_DDP.py", pytest.param("train_mp.py", marks=pytest.mark.drill)])
 def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(trained, photos, tmp_path, script):
     folder = trained["whole 2"][0]
     # under mp.spawn the workers start by spawn too, which takes seconds for each

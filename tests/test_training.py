@@ -192,6 +192,7 @@ def test_a_loss_that_is_not_finite_ends_all_processes_and_keeps_the_checkpoint(r
     assert sorted(path.suffix for path in tmp_path.iterdir() if "events" not in path.name) == [".pt"]
 
 
+@pytest.mark.drill
 def test_fp16_scales_and_its_scaler_resumes(tmp_path):
     """Few steps, since a CPU has no fast float16: bit-equal with its scaler's state, and near float32."""
     steps = ["--batch-size", "478", "--epochs", "2", "--save-every", "1", "--lr", "0.002", "--clip-norm", "1"]

@@ -1,0 +1,63 @@
+"""The floor: nothing but DistributedDataParallel's step, on batches that were made beforehand.
+
+    torchrun --nproc-per-node=2 benchmarks/bare_ddp.py --dataset digits --model cnn --batch-size 64 --epochs 5
+
+Forward, backward with the gradient all-reduce, and the optimizer: no reading, no logging, no evaluation. Prints
+images/s over all processes for each epoch, as the scripts do.
+"""
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import cli, datasets, models, reduce  # noqa: E402
+
+
+def main(args):
+    device = cli.select_device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.set_num_threads(reduce.cores_per_process())
+    dist.init_process_group(reduce.choose_backend(None, device))
+    train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
+    normalize = datasets.Normalize(train_set).to(device)
+    share = args.batch_size // dist.get_world_size()
+    batches = []
+    for index in range(8):  # few enough to stay in a cache's reach, as a loader's fresh batches do
+        images, labels = train_set.__getitems__(list(range(index * share, (index + 1) * share)))
+        batches.append((normalize(images.to(device)), labels.to(device)))
+
+    torch.manual_seed(0)
+    model = models.create_model(args.model, train_set.num_classes, train_set.image_shape).to(device)
+    parallel_model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(models.parameter_groups(model, 1e-4), 0.001, 0.9)
+    steps = len(train_set) // args.batch_size
+    for epoch in range(1, args.epochs + 1):
+        start = time.perf_counter()
+        for step in range(steps):
+            images, labels = batches[step % len(batches)]
+            optimizer.zero_grad()
+            loss = F.cross_entropy(parallel_model(images), labels)
+            loss.backward()
+            optimizer.step()
+        loss.item()  # waits for the device
+        seconds = time.perf_counter() - start
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch:3}/{args.epochs}  {seconds:.3f} s  {steps * args.batch_size / seconds:,.0f} images/s")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--data-path", default="data")
+    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--device")
+    main(parser.parse_args())

@@ -1,0 +1,39 @@
+"""README.md says what is so: its blocks stand in the scripts, its numbers are counted, its commands take their options."""
+import re
+import shlex
+
+import markers
+from conftest import PYTHON, ROOT, good, run
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_blocks_stand_in_the_scripts():
+    blocks = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", README, re.S)
+    assert len(blocks) >= 6 and README.count("```python") == len(blocks)
+    for script, block in blocks:
+        assert block in (ROOT / script).read_text(), f"{script}:\n{block}"
+
+
+def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
+    rows = re.findall(r"^\| \[`(\S+)`\]\((\S+)\) \| (\S+) \| .*? \| (\d+) \|", README, re.M)
+    table = {script: (link, parent.strip("`"), int(lines)) for script, link, parent, lines in rows}
+    found = {}
+    for path in markers.scripts():
+        parent = markers.parent_of(path)
+        found[path.name] = path.name, parent.name if parent else "-", markers.changed_lines(path)
+    assert table == found
+
+
+def test_every_option_in_the_readme_and_the_docstrings_exists():
+    """Each script's --help is asked once, and also shows that it starts without a device or data."""
+    texts = README + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
+    for path in markers.scripts():
+        commands = [line for line in texts.splitlines() if f" {path.name} " in f"{line} " and "|" not in line
+                    and re.match(r"\s*(python|torchrun|srun|pip|CUDA)", line)]
+        assert commands, f"no command shows {path.name}"
+        used = {word for line in commands for word in shlex.split(line.split(path.name, 1)[1], comments=True)
+                if word.startswith("--")}
+        said = good(run(PYTHON, path.name, "--help")).out
+        known = set(re.findall(r"--[\w-]+", said.split("options:", 1)[-1]))
+        assert used <= known, f"{path.name}: {used - known}"
