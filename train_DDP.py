@@ -153,7 +153,7 @@ def main(args):
 
 
     # new #
-    layout = f"{world_size} processes x 1 micro-batch x {batch_size}"
+    layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 

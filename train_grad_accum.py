@@ -154,7 +154,8 @@ def main(args):
 
 
     # new #
-    layout = f"{world_size} processes x {args.accum_steps} micro-batches x {batch_size / args.accum_steps:g}"
+    micro_batch = batch_size / args.accum_steps
+    layout = f"{world_size} process(es) x {args.accum_steps} micro-batches x {micro_batch:g}"
 
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"

@@ -157,7 +157,7 @@ def main(args):
         return
 
 
-    layout = f"{world_size} processes x 1 micro-batch x {batch_size}"
+    layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 

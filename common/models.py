@@ -2,7 +2,6 @@
 import math
 import types
 
-import torch
 from torch import nn
 
 from common.checkpoint import load_file

@@ -97,7 +97,7 @@ def compare(path):
                if line.strip() and number > docstring_lines(path.read_text()) and number not in covered]
 
     matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in outside], autojunk=False)
-    for kind, old_first, old_last, first, last in matcher.get_opcodes():
+    for kind, old_first, old_last, first, _ in matcher.get_opcodes():
         if kind in ("insert", "replace"):
             number, line = outside[first]
             raise BrokenRule(f"{path.name}:{number}: not in {parent.name} at this place, and not in a block: {line}")

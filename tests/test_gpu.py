@@ -23,16 +23,16 @@ def test_two_processes_on_one_gpu_train_the_baselines_model(tmp_path):
 
 def test_nccl_is_the_default_and_trains(tmp_path):
     devices = torch.cuda.device_count()
-    result = good(run(*LAUNCH, f"--nproc_per_node={devices}", "train_DDP.py", "--batch-size", 16 * devices, "--epochs",
-                      "4", "--output-dir", tmp_path))
+    result = good(run(*LAUNCH, f"--nproc_per_node={devices}", "train_DDP.py", "--batch-size", 16 * devices,
+                      "--epochs", "4", "--output-dir", tmp_path))
     assert result.out.startswith("cuda:0: ") and epochs(result.out)[-1]["accuracy"] > 0.9
     assert "ProcessGroupNCCL" not in result.err  # which complains of a group that was not destroyed
 
 
 def test_sync_batchnorm_sees_the_whole_batch(photos, tmp_path):
     """With it, two processes train a network with BatchNorm as one process does; without it they do not."""
-    resnet = ["--dataset", "folder", "--data-path", photos, "--model", "resnet18", "--batch-size", "24", "--epochs", "1",
-              "--lr", "0.001"]
+    resnet = ["--dataset", "folder", "--data-path", photos, "--model", "resnet18", "--batch-size", "24",
+              "--epochs", "1", "--lr", "0.001"]
     good(run(PYTHON, "train.py", *resnet, "--output-dir", tmp_path / "one"))
     good(run(*TWO, *resnet, "--sync-bn", "--output-dir", tmp_path / "sync"))
     good(run(*TWO, *resnet, "--output-dir", tmp_path / "apart"))
@@ -42,7 +42,8 @@ def test_sync_batchnorm_sees_the_whole_batch(photos, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns_and_resumes(tmp_path, precision):
-    command = [PYTHON, "train_amp.py", "--precision", precision, "--clip-norm", "1", "--epochs", "4", "--save-every", "2"]
+    command = [PYTHON, "train_amp.py", "--precision", precision, "--clip-norm", "1", "--epochs", "4",
+               "--save-every", "2"]
     whole = good(run(*command, "--output-dir", tmp_path / "whole"))
     good(run(*command, "--resume", tmp_path / "whole/epoch-002.pt", "--output-dir", tmp_path / "again"))
     assert epochs(whole.out)[-1]["accuracy"] > 0.9
@@ -50,7 +51,7 @@ def test_mixed_precision_learns_and_resumes(tmp_path, precision):
 
 
 def test_out_of_memory_is_one_line(tmp_path):
-    result = run(PYTHON, "train.py", "--dataset", "fake", "--model", "resnet50", "--batch-size", "50000", "--output-dir",
-                 tmp_path)
+    result = run(PYTHON, "train.py", "--dataset", "fake", "--model", "resnet50", "--batch-size", "50000",
+                 "--output-dir", tmp_path)
     assert result.code == 1 and len(result.err.splitlines()) == 1
     assert "out of memory" in result.err and "train_grad_accum.py" in result.err

@@ -77,6 +77,7 @@ def test_the_baselines_sampler_has_the_distributed_samplers_order():
 def test_each_sample_has_crops_and_flips_of_its_own():
     """All 81 offsets and both flips occur, none much more often than another; a pixel that marks the corner tells."""
     import torch
+
     from common.datasets import ArrayDataset
 
     count = 8100

@@ -36,10 +36,11 @@ def test_freezing_trains_the_classifier_alone_and_batchnorm_does_not_drift(train
     assert "1,539 of 11,178,051 parameters" in trained["frozen 2"][1].out
 
 
-def test_what_was_measured_is_what_was_saved(trained, photos):
+def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
     """Each process has running statistics of its own: the accuracy must be that of the saved ones."""
     folder, result = trained["whole 2"]
-    said = good(run(PYTHON, "train.py", "--evaluate", "--resume", folder / "last.pt", *RESNET, "--data-path", photos)).out
+    said = good(run(PYTHON, "train.py", "--evaluate", "--resume", folder / "last.pt", *RESNET, "--data-path", photos,
+                    "--output-dir", tmp_path)).out
     val_loss, accuracy = map(float, re.search(r"val_loss ([\d.]+)  accuracy ([\d.]+)", said).groups())
     assert val_loss == pytest.approx(epochs(result.out)[-1]["val_loss"], abs=2e-4)
     assert accuracy == epochs(result.out)[-1]["accuracy"]

@@ -1,4 +1,4 @@
-"""README.md says what is so: its blocks stand in the scripts, its numbers are counted, its commands take their options."""
+"""README.md says what is so: its blocks stand in the scripts, its numbers are counted, its options exist."""
 import re
 import shlex
 

@@ -26,12 +26,12 @@ def test_tasks_of_srun_are_the_processes_of_a_group(environment, tmp_path):
     """
     good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", tmp_path / "torchrun"))
     said = good(srun(environment, "-N2", "-n2")(PYTHON, *ARGUMENTS, "--output-dir", tmp_path / "srun")).out
-    assert "2 processes x 1 micro-batch x 48" in said
+    assert "2 process(es) x 1 micro-batch x 48" in said
     assert distance(tmp_path / "torchrun/last.pt", tmp_path / "srun/last.pt") < 1e-5
     assert len(list((tmp_path / "srun").glob("events*"))) == 1
     said = good(srun(environment, "-N2", "-n3", "--distribution=arbitrary", "--nodelist=cook1,cook1,cook2")(
         PYTHON, *ARGUMENTS, "--epochs", "1", "--output-dir", tmp_path / "three")).out
-    assert "3 processes x 1 micro-batch x 32" in said and len(epochs(said)) == 1
+    assert "3 process(es) x 1 micro-batch x 32" in said and len(epochs(said)) == 1
 
 
 def test_a_mistake_under_srun_is_one_line(environment, tmp_path):
@@ -45,7 +45,7 @@ def test_a_mistake_under_srun_is_one_line(environment, tmp_path):
 def test_a_batch_script_is_no_task(environment, tmp_path):
     """sbatch sets SLURM_PROCID in the script itself: plain python there is a group of one and waits for nobody."""
     batch = {name: value for name, value in environment.items() if name in ("SLURM_CONF", "PATH")}
-    good(run("sbatch", "--wait", "-N2", "-n2", "-o", tmp_path / "out", "--wrap",
-             f"env | grep -c '^SLURM_PROCID'; {PYTHON} {' '.join(ARGUMENTS)} --epochs 1 --output-dir {tmp_path}", env=batch))
+    script = f"env | grep -c '^SLURM_PROCID'; {PYTHON} {' '.join(ARGUMENTS)} --epochs 1 --output-dir {tmp_path}"
+    good(run("sbatch", "--wait", "-N2", "-n2", "-o", tmp_path / "out", "--wrap", script, env=batch))
     said = (tmp_path / "out").read_text()
-    assert said.startswith("1\n") and "1 processes x 1 micro-batch x 96" in said and len(epochs(said)) == 1
+    assert said.startswith("1\n") and "1 process(es) x 1 micro-batch x 96" in said and len(epochs(said)) == 1

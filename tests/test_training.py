@@ -66,7 +66,8 @@ def test_bf16_reaches_the_accuracy_of_float32(runs):
 
 
 def test_the_default_run_learns_the_digits(tmp_path):
-    result = good(run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", cwd=copy_out("train_DDP.py", tmp_path / "x").parent))
+    folder = copy_out("train_DDP.py", tmp_path / "x").parent
+    result = good(run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", cwd=folder))
     assert epochs(result.out)[-1]["accuracy"] >= 0.97
     assert sum(float(seconds) for seconds in re.findall(r"([\d.]+) s ", result.out)) < 60
     assert {path.name.split(".")[0] for path in (tmp_path / "x/runs").iterdir()} == {"events", "best", "last"}
@@ -76,9 +77,9 @@ def test_one_line_says_what_the_run_is_and_one_each_epoch(runs):
     out = {name: runs(name)[1].out.splitlines() for name in ("train", "DDP2", "accum 2x4", "accum 2x5")}
     assert out["train"][0] == ("cpu: batch 96 = 1 process x 1 micro-batch x 96, lr 0.000225, "
                                "84,778 of 84,778 parameters")
-    assert "batch 96 = 2 processes x 1 micro-batch x 48" in out["DDP2"][0]
-    assert "batch 96 = 2 processes x 4 micro-batches x 12" in out["accum 2x4"][0]
-    assert "batch 96 = 2 processes x 5 micro-batches x 9.6" in out["accum 2x5"][0]
+    assert "batch 96 = 2 process(es) x 1 micro-batch x 48" in out["DDP2"][0]
+    assert "batch 96 = 2 process(es) x 4 micro-batches x 12" in out["accum 2x4"][0]
+    assert "batch 96 = 2 process(es) x 5 micro-batches x 9.6" in out["accum 2x5"][0]
     for lines in out.values():
         assert len(lines) == 5 and all(line.startswith(f"epoch   {n}/4  loss ") for n, line in enumerate(lines[1:], 1))
         assert all(re.search(r"lr [\d.]+  [\d.]+ s  [\d,]+ images/s$", line) for line in lines[1:])
@@ -166,11 +167,12 @@ def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, scr
         f"{reported['accuracy']:.4f}", f"{reported['top5']:.4f}")
 
 
-def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs):
+def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs, tmp_path):
     from common.datasets import create_datasets
 
     assert len(create_datasets("digits", "", 0, "")[1]) == 359  # neither 2 nor 3 divides it
-    said = {good(run(*words, "--evaluate", "--batch-size", "96", "--weights", runs("train")[0] / "epoch-001.pt")).out.splitlines()[-1]
+    arguments = ["--evaluate", "--batch-size", "96", "--weights", runs("train")[0] / "epoch-001.pt"]
+    said = {good(run(*words, *arguments, "--output-dir", tmp_path)).out.splitlines()[-1]
             for words in ([PYTHON, "train.py"], RUNS["DDP2"], RUNS["DDP3"])}
     assert len(said) == 1, said
 
@@ -210,8 +212,9 @@ def test_fp16_scales_and_its_scaler_resumes(tmp_path):
 
 def test_weights_that_fit_are_taken_and_the_others_listed(runs, photos, tmp_path):
     """From digits (1 channel, 10 classes) to photos (3 channels, 3 classes): the layers between are taken."""
-    result = good(run(PYTHON, "train_DDP.py", "--weights", runs("train")[0] / "best.pt", "--dataset", "folder", "--data-path",
-                      photos, "--batch-size", "48", "--epochs", "1", "--freeze-layers", "--output-dir", tmp_path))
+    result = good(run(PYTHON, "train_DDP.py", "--weights", runs("train")[0] / "best.pt", "--dataset", "folder",
+                      "--data-path", photos, "--batch-size", "48", "--epochs", "1", "--freeze-layers",
+                      "--output-dir", tmp_path))
     said = result.out.splitlines()[0]
     weights, start = load(tmp_path / "last.pt")["model"], load(runs("train")[0] / "best.pt")["model"]
     taken = [name for name in weights if weights[name].shape == start[name].shape]
