@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import nn
 
-from common.cli import ProcessError, UsageError
+from common.cli import UsageError
 from common.reduce import cores_per_process, is_main_process
 
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
@@ -124,14 +124,9 @@ class FolderDataset:
         return images, torch.tensor([self.samples[index][1] for index in indices])
 
     def _read(self, index):
-        from torchvision.io import ImageReadMode, decode_image
+        from common.images import decode
 
-        path = self.samples[index][0]
-        try:
-            image = decode_image(path, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ProcessError(f"{path}: cannot be read as an image ({reason}); mend or remove it") from None
+        image = decode(self.samples[index][0])
         with torch.random.fork_rng(devices=[]):  # any random transform can stand here: it draws from this seed
             torch.manual_seed(mix(self.seed, int(self.epoch), index))
             return self.transform(image)

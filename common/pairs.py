@@ -1,0 +1,227 @@
+"""Pairs of images, for both loaders: found and checked, given their crops, shown, and made for a first try.
+
+A set of pairs is DATA/SPLIT/IMG_DIR/SUBDIR/NAME.jpg|png and DATA/SPLIT/GT_DIR/SUBDIR/NAME.jpg|png, with
+sub-folders to any depth or none. Images are RGB, turned upright as their EXIF orientation says.
+"""
+import io
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+from PIL import Image
+from torchvision.io import write_jpeg, write_png
+from torchvision.utils import make_grid
+
+from common.cli import ProcessError, UsageError
+from common.datasets import mix
+from common.images import check_png, decode
+
+EXTENSIONS = (".jpg", ".jpeg", ".png")
+FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB\x60\x82")  # of a whole JPEG, of a whole PNG
+ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height change places
+SAMPLES = Path("data", "pairs")  # where the set is made that is read when no other is named
+
+
+def find_pairs(data_source, split, img_dir, gt_dir):
+    """Return the pairs of a split, `[(image path, target path), ...]`, in the order of their names.
+
+    They are matched by path relative to their folder, without extension. `data_source` None is a small set
+    of samples, made at the first call. Raises UsageError, naming the file or folder, for any pair in doubt.
+    """
+    if data_source is None:
+        make_samples(SAMPLES)
+        data_source = SAMPLES
+    folder = Path(data_source, split)
+    images, targets = (_by_name(folder / name, data_source) for name in (img_dir, gt_dir))
+    for files, others, other_dir in ((images, targets, gt_dir), (targets, images, img_dir)):
+        orphans = sorted(files.keys() - others.keys())
+        if orphans:
+            more = f" (nor have {len(orphans) - 1} more)" if len(orphans) > 1 else ""
+            raise UsageError(f"{files[orphans[0]]}: has no partner in {folder / other_dir}{more}")
+    if not images:
+        raise UsageError(f"--data-source {data_source}: no {' '.join(EXTENSIONS)} in {folder / img_dir}")
+    return [(images[name], targets[name]) for name in sorted(images)]
+
+
+def _by_name(folder, data_source):
+    if not folder.is_dir():
+        raise UsageError(f"--data-source {data_source}: there is no folder {folder}")
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() not in EXTENSIONS or path.name.startswith("."):
+            continue
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        if name in files:
+            raise UsageError(f"{path}: differs from {files[name]} by the extension alone; which is meant?")
+        files[name] = str(path)
+    return files
+
+
+class Cut(NamedTuple):
+    """Where a pair is cut: resized to `size` (height, width), then at `top`, `left`, then flipped or not."""
+
+    size: tuple
+    top: int
+    left: int
+    horizontal_flip: bool
+    vertical_flip: bool
+
+
+class Cuts:
+    """How each of `count` pairs is resized, cropped and flipped; the two images of a pair alike.
+
+    With `train` the crop and the flips depend on `(seed, epoch, index)` alone, whoever reads the pair; else
+    the crop is the centre. The shorter side becomes `resize` (0: as it is), the other one keeps the
+    proportion, rounded down.
+    """
+
+    def __init__(self, count, resize, crop, seed, train):
+        self.count, self.resize, self.crop, self.seed, self.train = count, resize, crop, seed, train
+        self.table = None
+
+    def choose(self, epoch, index, paths, sizes):
+        """Return the Cut of pair `index`, whose images have `sizes` ((height, width), twice).
+
+        Raises ProcessError, naming the file, for two sizes in a pair and for less than the crop.
+        """
+        (height, width), other = sizes
+        if (height, width) != tuple(other):
+            raise ProcessError(f"{paths[0]}: {width}x{height} pixels; {paths[1]} has {other[1]}x{other[0]}")
+        shorter = min(height, width)
+        if self.resize:
+            height, width = (side * self.resize // shorter for side in (height, width))
+        if min(height, width) < self.crop:
+            raise ProcessError(f"{paths[0]}: {width}x{height} pixels resized, less than --crop {self.crop}")
+        rooms = height - self.crop, width - self.crop
+        if not self.train:
+            return Cut((height, width), round(rooms[0] / 2), round(rooms[1] / 2), False, False)
+        *places, horizontal, vertical = self._draws(epoch)[index]
+        top, left = (int(place * (room + 1)) for place, room in zip(places, rooms, strict=True))  # 0 to room
+        return Cut((height, width), top, left, horizontal < 0.5, vertical < 0.5)
+
+    def _draws(self, epoch):
+        if self.table is None or self.table[0] != epoch:  # four numbers in [0, 1) for each pair of the set
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            self.table = epoch, torch.rand(self.count, 4, generator=generator).tolist()
+        return self.table[1]
+
+
+def read(path):
+    """Return the bytes of an image file, `uint8` (size,), and its (height, width) when upright, undecoded.
+
+    Raises ProcessError, naming the file, for one that cannot be read or is truncated, and for a damaged PNG.
+    """
+    try:
+        content = np.fromfile(path, np.uint8)
+        check_png(content)
+        with Image.open(io.BytesIO(content)) as image:  # reads the header alone
+            (width, height), orientation = image.size, image.getexif().get(ORIENTATION, 1)
+    except (OSError, SyntaxError, ValueError):
+        decode(path)  # says what is wrong in the words of the other loader
+        raise
+    if not content[-12:].tobytes().endswith(FILE_ENDS):
+        decode(path)  # truncated, or whole and followed by something else: only a full look can tell
+    return content, (width, height) if 5 <= orientation <= 8 else (height, width)
+
+
+def save_preview(path, images, targets):
+    """Write the first 8 pairs of a batch to a PNG: the images in its upper row, their targets below them."""
+    count = min(8, len(images))
+    grid = make_grid(torch.cat([images[:count], targets[:count]]).cpu(), nrow=count)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_png(((grid + 1) * 127.5).round().clamp(0, 255).to(torch.uint8), str(path))
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        raise UsageError(f"--preview {path}: cannot be written ({reason})") from None
+
+
+def make_samples(folder):
+    """Make a small set of pairs in `folder` if it is not there: invented views, and the same in motion blur.
+
+    29 pairs to train on and 7 to test, landscape and portrait, some hundred pixels wide. Of several
+    processes one makes it and the others wait; it appears under its name when it is whole.
+    """
+    folder = Path(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if folder.is_dir():
+                return
+            draft = folder.with_name(f".{folder.name}.draft")
+            shutil.rmtree(draft, ignore_errors=True)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # on images as small as these several would only wait for each other
+            for split, count in (("train", 29), ("test", 7)):
+                for number in range(count):
+                    generator = torch.Generator().manual_seed(mix("pairs", split, number))
+                    _make_pair(draft / split, number, generator)
+            torch.set_num_threads(threads)
+            os.replace(draft, folder)
+    except OSError as error:
+        raise UsageError(f"no --data-source, and none can be made in {folder}: {error.strerror}") from None
+
+
+def _make_pair(folder, number, generator):
+    height, width = [(320, 480), (480, 320), (333, 500), (360, 360), (450, 300)][number % 5]
+    sharp = scene(height, width, generator)
+    name = Path(["coast", "hills", "town"][number % 3], f"{number:03}.jpg")
+    for side, image in (("gt", sharp), ("img", motion_blur(sharp, generator))):
+        path = folder / side / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_jpeg((image * 255).round().to(torch.uint8), str(path), quality=92)
+
+
+def scene(height, width, generator):
+    """Return an invented view, (3, H, W) in [0, 1]: a sky, three ridges, and houses with lit windows."""
+
+    def uniform(low, high):
+        return low + (high - low) * torch.rand((), generator=generator).item()
+
+    def noise(rows, columns, octaves):
+        total = torch.zeros(rows, columns)
+        for octave in range(1, octaves + 1):
+            grid = torch.rand(1, 1, min(rows, 2**octave + 1), 2**octave + 1, generator=generator) - 0.5
+            smooth = F.interpolate(grid, (rows, columns), mode="bilinear", align_corners=True)[0, 0]
+            total.add_(smooth, alpha=1.7**-octave)
+        return total
+
+    def shade(red, green, blue):
+        colour = torch.tensor([red, green, blue]) - 0.1 + 0.2 * torch.rand(3, generator=generator)
+        return colour[:, None, None]
+
+    rows, columns = torch.linspace(0, 1, height)[:, None], torch.arange(width)
+    image = shade(0.3, 0.5, 0.8) * (1 - rows) + shade(0.8, 0.8, 0.8) * rows
+    image = image + 0.35 * noise(height, width, 5).clamp(min=0)
+    texture = noise(height, width, 8) + 0.3 * torch.rand(height, width, generator=generator)
+    for ridge in range(3):
+        line = 0.45 + 0.15 * ridge + 0.25 * noise(1, width, 6)
+        ground = shade(0.45, 0.45 - 0.02 * ridge, 0.4 - 0.1 * ridge) * (0.85 + texture)
+        image = torch.where(rows > line, ground, image)
+    for _ in range(int(uniform(2, 7))):
+        wide, tall = int(uniform(0.06, 0.16) * width), int(uniform(0.1, 0.35) * height)
+        left, bottom = int(uniform(0, 0.85) * width), int(uniform(0.7, 0.98) * height)
+        house = image[:, max(0, bottom - tall):bottom, left:left + wide]
+        down, along = torch.arange(house.shape[1])[:, None], columns[:house.shape[2]]
+        lit = ((down % 12 > 4) & (along % 10 > 4)).float()
+        house.copy_(shade(0.5, 0.35, 0.3) * (1 - lit) + shade(0.85, 0.8, 0.6) * lit)
+    return image.clamp(0, 1)
+
+
+def motion_blur(image, generator):
+    """Return an image (3, H, W) averaged along a straight line of 9 to 21 pixels in any direction."""
+    length = 9 + 2 * int(torch.randint(7, (), generator=generator))
+    angle = math.pi * torch.rand((), generator=generator).item()
+    reach, (height, width) = length // 2, image.shape[1:]
+    padded = F.pad(image, (reach,) * 4, mode="replicate")
+    blurred = torch.zeros_like(image)
+    for step in range(-reach, reach + 1):
+        top, left = round(reach + step * math.sin(angle)), round(reach + step * math.cos(angle))
+        blurred += padded[:, top:top + height, left:left + width]
+    return blurred / length

@@ -1,0 +1,178 @@
+"""Read pairs of images (a blurry photo, its sharp original) with torch's DataLoader: files in, batches out.
+
+    python loader.py
+    python loader.py --data-source DATA --split test --workers 4 --preview pairs.png
+    python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
+
+DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png; without one, a small set is made in the folder data.
+In a training script, after init_process_group if there is one:
+
+    loader = build_loader(args)
+    for epoch in range(1, args.epochs + 1):
+        for images, targets in loader:
+
+Parent: none
+"""
+import atexit
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.transforms.v2 import functional as transforms
+from tqdm import tqdm
+
+from common import cli, datasets, pairs, reduce
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: made once)")
+    parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read, and how")
+    parser.add_argument("--img-dir", default="img", help="the folder of the images in a split")
+    parser.add_argument("--gt-dir", default="gt", help="the folder of their targets")
+    parser.add_argument("--resize", type=cli.count, default=256, help="of the shorter side; 0: as it is")
+    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels, of either side")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="over ALL processes")
+    parser.add_argument("--workers", type=cli.count, help="processes that read (default: from the cores)")
+    parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
+    parser.add_argument("--seed", type=cli.count, default=1234, help="of order, crops and flips")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--preview", metavar="PNG", help="write the first pairs here, to look at")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
+    return parser.parse_args()
+
+
+class PairDataset:
+    """Pairs, decoded and cut when they are read: `uint8` (2, N, 3, crop, crop), images, then targets."""
+
+    def __init__(self, pair_list, cuts):
+        self.pair_list, self.cuts = pair_list, cuts
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs, and see it
+
+    def __len__(self):
+        return len(self.pair_list)
+
+    def __getitems__(self, indices):
+        crop = self.cuts.crop
+        batch = torch.empty(2, len(indices), 3, crop, crop, dtype=torch.uint8)
+        for place, index in enumerate(indices):
+            batch[:, place] = self._read(index)
+        return batch
+
+    def _read(self, index):
+        paths, crop = self.pair_list[index], self.cuts.crop
+        images = [pairs.decode(path) for path in paths]
+
+        # One draw for both images of the pair
+        cut = self.cuts.choose(int(self.epoch), index, paths, [image.shape[1:] for image in images])
+        images = [transforms.resize(image, cut.size, antialias=True) for image in images]
+        pair = torch.stack([transforms.crop(image, cut.top, cut.left, crop, crop) for image in images])
+        if cut.horizontal_flip:
+            pair = transforms.horizontal_flip(pair)
+        if cut.vertical_flip:
+            pair = transforms.vertical_flip(pair)
+        return pair
+
+
+class PairLoader:
+    """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
+
+    Every pass is the next epoch, with an order and crops of its own.
+    """
+
+    def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
+        self.sampler, self.device, self.epoch = sampler, device, 1
+        self.dataset = PairDataset(pair_list, cuts)
+        options = datasets.loader_options(workers, device)
+        self.loader = DataLoader(self.dataset, batch_size, sampler=sampler, drop_last=cuts.train, **options)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def set_epoch(self, epoch):
+        """Choose the epoch of the next pass, as a resumed run must; the one after it follows by itself."""
+        self.epoch = epoch
+
+    def __iter__(self):
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(epoch)
+        self.dataset.epoch.fill_(epoch)
+        for batch in self.loader:
+            # Bytes came from the workers, a quarter of what floats take
+            images, targets = batch.to(self.device, non_blocking=True).float().div_(127.5).sub_(1)
+            yield images, targets
+
+
+def build_loader(args):
+    """Return an iterable of batches `(images, targets)`, with a length: this process's share of the pairs.
+
+    On "train" each epoch has another order, and leaves out the pairs that do not fill a last batch, other
+    ones each time. On "test" each pair is read once, by one process, and the last batch may be short.
+    Raises UsageError for pairs that do not match, and ProcessError when a file that it reads cannot be used.
+    """
+    device = cli.select_device(args.device)
+    pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
+    cuts = pairs.Cuts(len(pair_list), args.resize, args.crop, args.seed, train=args.split == "train")
+    if cuts.train and args.batch_size > len(pair_list):
+        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
+
+    # Each process reads its share; on "test" a DistributedSampler would repeat pairs to even the shares out
+    rank, world_size = reduce.get_rank(), reduce.get_world_size()
+    batch_size = reduce.exact_share(args.batch_size, world_size)
+    if cuts.train:
+        sampler = DistributedSampler(pair_list, world_size, rank, seed=args.seed, drop_last=True)
+    else:
+        sampler = range(rank, len(pair_list), world_size)
+    return PairLoader(pair_list, cuts, sampler, batch_size, args.workers, device)
+
+
+def main(args):
+    loader = build_loader(args)
+    for epoch in range(1, args.epochs + 1):
+        count, waited, first_wait = 0, 0.0, 0.0
+        start = asked = time.perf_counter()
+        bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=None if reduce.is_main_process() else True)
+        for images, targets in bar:
+            if images.device.type != "cpu":
+                torch.accelerator.synchronize()
+            wait = time.perf_counter() - asked
+            waited += wait
+            first_wait = first_wait or wait
+
+            # A training step would stand here
+            if args.preview and reduce.is_main_process() and epoch == 1 and not count:
+                pairs.save_preview(args.preview, images, targets)
+
+            count += len(images)
+            asked = time.perf_counter()
+
+        # All processes together: the sum waits for the slowest
+        count = reduce.reduce_sum(torch.tensor(count, device=args.device)).item()
+        seconds = time.perf_counter() - start
+        if not reduce.is_main_process():
+            continue
+        print(f"epoch {epoch:3}/{args.epochs}  {count} pairs  {len(loader)} batches  {seconds:.2f} s  "
+              f"{count / seconds:,.0f} pairs/s  first batch {first_wait:.3f} s  "
+              f"waiting {100 * waited / seconds:.0f} % of the time")
+
+
+def join_group(args):
+    # torchrun and torch.distributed.launch say who this process is; srun does so in its own words
+    os.environ.update(reduce.launch_environment())
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
+
+    # The device comes first: else every process would open a context on device 0
+    args.device = str(cli.select_device(args.device, local_rank))
+    torch.set_num_threads(reduce.cores_per_process())
+    dist.init_process_group(reduce.choose_backend(None, args.device))
+    atexit.register(dist.destroy_process_group)
+
+
+if __name__ == "__main__":
+    with cli.report_errors():
+        args = parse_args()
+        join_group(args)
+        main(args)

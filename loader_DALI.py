@@ -1,0 +1,252 @@
+"""Read pairs of images with NVIDIA DALI, which decodes on a GPU if there is one: the batches of loader.py.
+
+    pip install -r requirements-dali.txt
+    python loader_DALI.py
+    python loader_DALI.py --data-source DATA --split test --workers 4 --preview pairs.png
+    python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
+
+Pairs, order, crops and flips are those of loader.py; on a CPU a pixel differs by one level of 255 at most.
+
+Parent: loader.py
+"""
+import atexit
+import os
+import time
+
+# new #
+import numpy as np
+
+import torch
+import torch.distributed as dist
+
+# new #
+from torch.utils.data import DistributedSampler
+
+# new # no torchvision.transforms: DALI resizes, crops and flips
+
+from tqdm import tqdm
+
+# new #
+from common import cli, pairs, reduce
+
+# new # an extra, so it may be missing
+with cli.report_errors():
+    try:
+        from nvidia.dali import fn, pipeline_def, types
+        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+    except ImportError as error:
+        raise cli.UsageError(f"no NVIDIA DALI ({error}): pip install -r requirements-dali.txt") from None
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: made once)")
+    parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read, and how")
+    parser.add_argument("--img-dir", default="img", help="the folder of the images in a split")
+    parser.add_argument("--gt-dir", default="gt", help="the folder of their targets")
+    parser.add_argument("--resize", type=cli.count, default=256, help="of the shorter side; 0: as it is")
+    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels, of either side")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="over ALL processes")
+    parser.add_argument("--workers", type=cli.count, help="processes that read (default: from the cores)")
+    parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
+    parser.add_argument("--seed", type=cli.count, default=1234, help="of order, crops and flips")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--preview", metavar="PNG", help="write the first pairs here, to look at")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
+    return parser.parse_args()
+
+
+# new # DALI asks for the files of a batch by its number: any worker can answer, in any order
+class PairSource:
+    """This process's share of the pairs, batch by batch: encoded files, and where in them the crop is.
+
+    An epoch ends with StopIteration, and the next one has an order and crops of its own.
+    """
+
+    def __init__(self, pair_list, cuts, sampler, batch_size, batches, first_epoch):
+        self.pair_list, self.cuts, self.sampler = pair_list, cuts, sampler
+        self.batch_size, self.batches, self.first_epoch = batch_size, batches, first_epoch
+        self.order = None
+
+    def __call__(self, info):
+        if info.iteration >= self.batches:
+            raise StopIteration
+        epoch = self.first_epoch + info.epoch_idx
+        samples = [self.read(epoch, index) for index in self.indices(epoch, info.iteration)]
+        return [list(column) for column in zip(*samples, strict=True)]
+
+    def indices(self, epoch, iteration):
+        """Return which pairs make up a batch."""
+        if self.order is None or self.order[0] != epoch:
+            if isinstance(self.sampler, DistributedSampler):
+                self.sampler.set_epoch(epoch)
+            self.order = epoch, list(self.sampler)
+        return self.order[1][iteration * self.batch_size:][:self.batch_size]
+
+    def read(self, epoch, index):
+        """Return two encoded files, the region of them to decode, and the crop as a window of the region."""
+        paths = self.pair_list[index]
+        files, sizes = zip(*map(pairs.read, paths), strict=True)
+        cut = self.cuts.choose(epoch, index, paths, sizes)
+
+        # All as (y, x); the crop before the resize has fractions of pixels
+        size, scale = np.array(sizes[0]), np.array(sizes[0]) / cut.size
+        start = np.array([cut.top, cut.left]) * scale
+        end = start + self.cuts.crop * scale
+
+        # Around the crop stand pixels that the resize and the decoder's upsampling of colours look at
+        margin = np.ceil(scale) + 16
+        low = np.maximum(start - margin, 0).astype(np.int32)
+        high = np.minimum(end + margin, size).astype(np.int32)
+
+        # A window that ends before it starts is flipped
+        flips = [cut.vertical_flip, cut.horizontal_flip]
+        start, end = np.where(flips, end, start) - low, np.where(flips, start, end) - low
+        return *files, low, high, start.astype(np.float32), end.astype(np.float32)
+
+
+# new # three operators: decode a region, resize with crop and flips in one, normalise with change of layout
+@pipeline_def
+def pair_pipeline(source, crop, on_gpu, workers):
+    options = {"parallel": True, "prefetch_queue_depth": workers} if workers else {}
+    columns = fn.external_source(source, num_outputs=6, batch=True, batch_info=True, **options)
+    *files, low, high, start, end = columns
+    images = fn.decoders.image_slice(files, start=low, end=high, axes=[0, 1], output_type=types.RGB,
+                                     device="mixed" if on_gpu else "cpu")
+    images = fn.resize(images, size=[crop, crop], roi_start=start, roi_end=end)
+    return tuple(fn.crop_mirror_normalize(images, mean=127.5, std=127.5, output_layout="CHW"))
+
+
+class PairLoader:
+    """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
+
+    Every pass is the next epoch, with an order and crops of its own.
+    """
+
+    def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
+        self.sampler, self.device, self.epoch = sampler, device, 1
+
+        # new # an incomplete batch is left out of "train", and short in "test"
+        self.pair_list, self.cuts, self.batch_size, self.workers = pair_list, cuts, batch_size, workers or 0
+        self.batches = (len(sampler) if cuts.train else len(sampler) + batch_size - 1) // batch_size
+        self.upcoming = None
+
+    def __len__(self):
+        # new #
+        return self.batches
+
+    def set_epoch(self, epoch):
+        """Choose the epoch of the next pass, as a resumed run must; the one after it follows by itself."""
+        self.epoch = epoch
+
+    def __iter__(self):
+        epoch, self.epoch = self.epoch, self.epoch + 1
+
+        # new # DALI goes on to the next epoch by itself; for another, or after half an epoch, it starts anew
+        if not self.batches:
+            return
+        step = 0
+        try:
+            if self.upcoming != epoch:
+                self._start(epoch)
+            self.upcoming = None
+            for [batch] in self.iterator:
+                yield batch["images"].to(self.device), batch["targets"].to(self.device)
+                step += 1
+            self.upcoming = epoch + 1
+        except Exception:
+            self._blame(epoch, step)
+            raise
+
+    # new #
+    def _start(self, epoch):
+        self.source = PairSource(self.pair_list, self.cuts, self.sampler, self.batch_size, self.batches,
+                                 epoch)
+        on_gpu = self.device.type == "cuda"
+        options = {"batch_size": self.batch_size, "num_threads": reduce.cores_per_process(),
+                   "device_id": self.device.index if on_gpu else None, "py_num_workers": self.workers,
+                   "py_start_method": "spawn" if on_gpu else "fork"}
+        pipeline = pair_pipeline(self.source, self.cuts.crop, on_gpu, self.workers, **options)
+        self.iterator = DALIGenericIterator([pipeline], ["images", "targets"], auto_reset=True,
+                                            last_batch_policy=LastBatchPolicy.PARTIAL)
+
+    # new # DALI does not name the file that it failed on: it is one of those that were read ahead
+    def _blame(self, epoch, step):
+        for number in range(step, step + self.workers + 4):
+            turns, iteration = divmod(number, self.batches)
+            for index in self.source.indices(epoch + turns, iteration):
+                self.source.read(epoch + turns, index)
+                for path in self.pair_list[index]:
+                    pairs.decode(path)
+
+
+def build_loader(args):
+    """Return an iterable of batches `(images, targets)`, with a length: this process's share of the pairs.
+
+    On "train" each epoch has another order, and leaves out the pairs that do not fill a last batch, other
+    ones each time. On "test" each pair is read once, by one process, and the last batch may be short.
+    Raises UsageError for pairs that do not match, and ProcessError when a file that it reads cannot be used.
+    """
+    device = cli.select_device(args.device)
+    pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
+    cuts = pairs.Cuts(len(pair_list), args.resize, args.crop, args.seed, train=args.split == "train")
+    if cuts.train and args.batch_size > len(pair_list):
+        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
+
+    # Each process reads its share; on "test" a DistributedSampler would repeat pairs to even the shares out
+    rank, world_size = reduce.get_rank(), reduce.get_world_size()
+    batch_size = reduce.exact_share(args.batch_size, world_size)
+    if cuts.train:
+        sampler = DistributedSampler(pair_list, world_size, rank, seed=args.seed, drop_last=True)
+    else:
+        sampler = range(rank, len(pair_list), world_size)
+    return PairLoader(pair_list, cuts, sampler, batch_size, args.workers, device)
+
+
+def main(args):
+    loader = build_loader(args)
+    for epoch in range(1, args.epochs + 1):
+        count, waited, first_wait = 0, 0.0, 0.0
+        start = asked = time.perf_counter()
+        bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=None if reduce.is_main_process() else True)
+        for images, targets in bar:
+            if images.device.type != "cpu":
+                torch.accelerator.synchronize()
+            wait = time.perf_counter() - asked
+            waited += wait
+            first_wait = first_wait or wait
+
+            # A training step would stand here
+            if args.preview and reduce.is_main_process() and epoch == 1 and not count:
+                pairs.save_preview(args.preview, images, targets)
+
+            count += len(images)
+            asked = time.perf_counter()
+
+        # All processes together: the sum waits for the slowest
+        count = reduce.reduce_sum(torch.tensor(count, device=args.device)).item()
+        seconds = time.perf_counter() - start
+        if not reduce.is_main_process():
+            continue
+        print(f"epoch {epoch:3}/{args.epochs}  {count} pairs  {len(loader)} batches  {seconds:.2f} s  "
+              f"{count / seconds:,.0f} pairs/s  first batch {first_wait:.3f} s  "
+              f"waiting {100 * waited / seconds:.0f} % of the time")
+
+
+def join_group(args):
+    # torchrun and torch.distributed.launch say who this process is; srun does so in its own words
+    os.environ.update(reduce.launch_environment())
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
+
+    # The device comes first: else every process would open a context on device 0
+    args.device = str(cli.select_device(args.device, local_rank))
+    torch.set_num_threads(reduce.cores_per_process())
+    dist.init_process_group(reduce.choose_backend(None, args.device))
+    atexit.register(dist.destroy_process_group)
+
+
+if __name__ == "__main__":
+    with cli.report_errors():
+        args = parse_args()
+        join_group(args)
+        main(args)

@@ -1,0 +1,518 @@
+"""The loaders: what they deliver, on one to three processes, from files that tell where each pixel was."""
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, good, run
+from PIL import Image, ImageOps
+
+TRAIN, TEST = 23, 11  # pairs: no number of processes or batches divides them
+BATCH = 6  # of one, two and three processes
+CROP = 16
+LEVEL = 1 / 127.5  # one of 255 levels, in [-1, 1]
+
+try:
+    HAS_DALI = importlib.util.find_spec("nvidia.dali") is not None
+except ModuleNotFoundError:
+    HAS_DALI = False
+NEEDS_DALI = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed: requirements-dali.txt")
+LOADERS = ["loader", pytest.param("loader_DALI", marks=NEEDS_DALI)]
+BOTH = ["loader", "loader_DALI"] if HAS_DALI else ["loader"]
+
+# A training script in small: it builds loaders one after the other, in one group, and keeps what it saw.
+DRIVER = '''
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+root, folder = sys.argv[1:3]
+sys.path.insert(0, root)
+from common import cli
+
+
+def train(loader):
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 3, 3, padding=1)]
+    network = torch.nn.Sequential(*layers)
+    model, losses = DistributedDataParallel(network), []
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for images, targets in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.l1_loss(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def broken_off(loader):
+    seen = [[next(iter(loader))]]
+    seen.append(list(loader))
+    loader.set_epoch(2)
+    seen.append(list(loader))
+    loader.set_epoch(7)
+    seen.append(list(loader))
+    return seen
+
+
+if __name__ == "__main__":
+    for number, job in enumerate(json.loads(Path(folder, "jobs.json").read_text())):
+        sys.argv[1:] = job["arguments"]
+        module = importlib.import_module(job["script"])
+        args = module.parse_args()
+        if not number:
+            module.join_group(args)
+        result = {}
+        try:
+            loader = module.build_loader(args)
+            result["length"] = len(loader)
+            if job["action"] == "watch":
+                result["epochs"] = [list(loader) for _ in range(args.epochs)]
+            else:
+                result[job["action"]] = globals()[job["action"]](loader)
+        except (cli.UsageError, cli.RunError) as error:
+            if dist.get_world_size() > 1:
+                raise
+            result["error"] = [type(error).__name__, str(error)]
+        torch.save(result, Path(folder, f"{job['name']}-{dist.get_rank()}.pt"))
+'''
+
+
+def job(name, script, source, *arguments, action="watch"):
+    arguments = ["--data-source", str(source), "--device", "cpu", *map(str, arguments)]
+    return {"name": name, "script": script, "arguments": arguments, "action": action}
+
+
+def launch(folder, processes, jobs):
+    """Run the jobs in one launch of the driver; return their results by name, one for each rank.
+
+    One and three processes are torchrun's. Two are started as on two hosts, each the first of its own:
+    shares that went by LOCAL_RANK would be the same.
+    """
+    folder.mkdir()
+    driver = folder / "driver.py"
+    driver.write_text(DRIVER)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    if processes == 2:
+        with socket.socket() as server:
+            server.bind(("localhost", 0))
+            port = str(server.getsockname()[1])
+        host = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2",
+                             "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+        started = [subprocess.Popen([PYTHON, driver, ROOT, folder], env=host | {"RANK": str(rank)})
+                   for rank in range(2)]
+        try:
+            assert [process.wait(timeout=180) for process in started] == [0, 0]
+        finally:
+            for process in started:
+                process.kill()
+    else:
+        good(run(*TORCHRUN, f"--nproc-per-node={processes}", driver, ROOT, folder))
+    return {job["name"]: [SimpleNamespace(**torch.load(folder / f"{job['name']}-{rank}.pt"))
+                          for rank in range(processes)] for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A set whose pixels tell the number of the pair and the side (red), their x (green) and y (blue)."""
+    folder = tmp_path_factory.mktemp("marked")
+    for split, count in (("train", TRAIN), ("test", TEST)):
+        for number in range(count):
+            height, width = [(CROP + 3, CROP + 5), (CROP + 10, CROP)][number % 2]
+            for side, red in (("img", number), ("gt", 255 - number)):
+                pixels = np.empty((height, width, 3), np.uint8)
+                pixels[..., 0] = red
+                pixels[..., 1], pixels[..., 2] = np.arange(width) * 3, np.arange(height)[:, None] * 3
+                path = folder / split / side / f"{number % 3}" / f"{number:02}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory, marked):
+    """The first two of the marked pairs."""
+    folder = tmp_path_factory.mktemp("few")
+    for number in range(2):
+        for side in ("img", "gt"):
+            path = folder / "test" / side / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(marked / "test" / side / f"{number}" / f"{number:02}.png", path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A set of JPEG and PNG pictures in colour and grey, upright and to be turned, of many sizes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    random = np.random.RandomState(0)
+    for split, count in (("train", 13), ("test", 7)):
+        for number in range(count):
+            width, height = [(190, 120), (110, 201), (97, 64), (60, 50), (151, 151)][number % 5]
+            coarse = random.randint(0, 255, (height // 6, width // 6, 3)).astype(np.uint8)
+            picture = Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
+            for side, extension in (("img", "jpg"), ("gt", "png" if number % 2 else "JPEG")):
+                path = folder / split / side / f"{number}.{extension}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                one = picture.convert("L") if number % 4 == 3 else picture
+                exif = Image.Exif()
+                if number in (0, 4) and extension != "png":
+                    exif[0x0112] = 6 if number == 0 else 3
+                one.save(path, quality=90, exif=exif)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory, marked, few, pictures):
+    """What both loaders delivered on 1, 2 and 3 processes: {processes: {name: [result of each rank]}}."""
+    base = tmp_path_factory.mktemp("seen")
+    found = {}
+    for processes in (1, 2, 3):
+        jobs = []
+        for script in BOTH:
+            common = ["--resize", 0, "--crop", CROP, "--batch-size", BATCH]
+            for split in ("train", "test"):
+                epochs = 12 if split == "train" and processes == 1 else 2
+                jobs.append(job(f"{script}-{split}", script, marked, *common, "--split", split,
+                                "--workers", 0, "--epochs", epochs))
+            if processes == 1:
+                jobs.append(job(f"{script}-workers", script, marked, *common, "--workers", 2))
+                jobs.append(job(f"{script}-test-workers", script, marked, *common, "--workers", 2,
+                                "--split", "test"))
+                jobs.append(job(f"{script}-seed", script, marked, *common, "--workers", 0, "--seed", 5))
+                jobs.append(job(f"{script}-broken", script, marked, *common, "--workers", 0,
+                                action="broken_off"))
+                jobs.append(job(f"{script}-broken-workers", script, marked, *common, "--workers", 1,
+                                action="broken_off"))
+                for split in ("train", "test"):
+                    jobs.append(job(f"{script}-pictures-{split}", script, pictures, "--split", split,
+                                    "--resize", 72, "--crop", 64, "--batch-size", 4, "--workers", 0))
+            if processes == 2:
+                jobs.append(job(f"{script}-ddp", script, pictures, "--resize", 72, "--crop", 64,
+                                "--batch-size", 4, "--workers", 1, action="train"))
+            if processes == 3:
+                jobs.append(job(f"{script}-few", script, few, *common, "--split", "test", "--workers", 1))
+        found[processes] = launch(base / f"{processes}", processes, jobs)
+    return found
+
+
+def describe(images, side):
+    """Return (number, top, left, flipped across, flipped up) of each image of a batch of the marked set."""
+    levels = ((images + 1) * 127.5).round().long()
+    described = []
+    for red, x, y in levels:
+        assert red.min() == red.max(), "pixels of two pictures in one"
+        across, up = bool(x[0, 0] > x[0, -1]), bool(y[0, 0] > y[-1, 0])
+        x, y = (x.flip(1) if across else x), (y.flip(0) if up else y)
+        grid = torch.arange(CROP)
+        assert (x == x[0, 0] + 3 * grid).all() and (y == y[0, 0] + 3 * grid[:, None]).all(), "not one piece"
+        number = red[0, 0].item()
+        number = number if side == "img" else 255 - number
+        described.append((number, y[0, 0].item() // 3, x[0, 0].item() // 3, across, up))
+    return described
+
+
+def batches(epoch):
+    """Return what the batches of one epoch are made of, having checked that no pair is torn."""
+    found = []
+    for images, targets in epoch:
+        cuts = describe(images, "img")
+        assert cuts == describe(targets, "gt")
+        found.append(cuts)
+    return found
+
+
+def flat(epoch):
+    return [cut for batch in batches(epoch) for cut in batch]
+
+
+def numbers(epoch):
+    return [cut[0] for cut in flat(epoch)]
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_batches_are_floats_from_minus_one_to_one(seen, script):
+    for name in (f"{script}-pictures-train", f"{script}-pictures-test", f"{script}-train"):
+        [result] = seen[1][name]
+        for images, targets in result.epochs[0]:
+            for tensor in (images, targets):
+                assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+                assert tensor.shape[1:] == ((3, 64, 64) if "pictures" in name else (3, CROP, CROP))
+                assert -1 <= tensor.min() and tensor.max() <= 1
+        assert all(len(epoch) == result.length for epoch in result.epochs)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("script", LOADERS)
+def test_the_test_split_is_delivered_exactly_once(seen, script, processes):
+    ranks = seen[processes][f"{script}-test"]
+    for epoch in range(2):
+        shares = [numbers(result.epochs[epoch]) for result in ranks]
+        assert sorted(sum(shares, [])) == list(range(TEST))
+        for rank, (result, share) in enumerate(zip(ranks, shares, strict=True)):
+            sizes = [len(images) for images, _ in result.epochs[epoch]]
+            full, rest = divmod(len(share), BATCH // processes)
+            assert sizes == [BATCH // processes] * full + [rest] * (rest > 0)
+            assert result.length == len(sizes) and len(share) == len(range(rank, TEST, processes))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("script", LOADERS)
+def test_the_shares_of_the_train_split_are_even_and_disjoint(seen, script, processes):
+    for epoch in range(2):
+        shares = [numbers(result.epochs[epoch]) for result in seen[processes][f"{script}-train"]]
+        assert [len(share) for share in shares] == [TRAIN // BATCH * BATCH // processes] * processes
+        assert len(set(sum(shares, []))) == TRAIN // BATCH * BATCH
+        assert {result.length for result in seen[processes][f"{script}-train"]} == {TRAIN // BATCH}
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_any_number_of_processes_and_workers_reads_the_same_batches(seen, script):
+    alone = seen[1]["loader-train"][0].epochs
+    for epoch in range(2):
+        whole = [sorted(batch) for batch in batches(alone[epoch])]
+        for processes in (1, 2, 3):
+            shares = [batches(result.epochs[epoch]) for result in seen[processes][f"{script}-train"]]
+            assert [sorted(sum(parts, [])) for parts in zip(*shares, strict=True)] == whole
+        assert batches(seen[1][f"{script}-workers"][0].epochs[epoch]) == batches(alone[epoch])
+    test = batches(seen[1]["loader-test"][0].epochs[0])
+    assert batches(seen[1][f"{script}-test-workers"][0].epochs[1]) == test
+    assert batches(seen[1][f"{script}-test"][0].epochs[1]) == test
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_each_epoch_has_an_order_and_crops_of_its_own_and_a_seed_repeats_them(seen, script):
+    epochs = seen[1][f"{script}-train"][0].epochs
+    orders = [tuple(numbers(epoch)) for epoch in epochs]
+    assert len(set(orders)) == len(epochs)
+    cuts = [{cut[0]: cut[1:] for cut in flat(epoch)} for epoch in epochs[:2]]
+    both = cuts[0].keys() & cuts[1].keys()
+    assert sum(cuts[0][number] == cuts[1][number] for number in both) < len(both) / 2
+    assert len({cut[3:] for cut in flat(epochs[0])}) > 1, "one draw for the whole epoch"
+    other = seen[1][f"{script}-seed"][0].epochs[0]
+    assert numbers(other) != list(orders[0])
+    assert {cut[0]: cut[1:] for cut in flat(other)} != cuts[0]
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_the_order_is_that_of_a_distributed_sampler(seen, script):
+    for epoch in (1, 2):
+        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(1234 + epoch)).tolist()
+        by_name = sorted(range(TRAIN), key=lambda number: f"{number % 3}/{number:02}")
+        expected = [by_name[place] for place in order[:TRAIN // BATCH * BATCH]]
+        assert numbers(seen[1][f"{script}-train"][0].epochs[epoch - 1]) == expected
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_every_offset_and_every_flip_is_reached_on_train_and_the_centre_on_test(seen, script):
+    cuts = [cut for epoch in seen[1][f"{script}-train"][0].epochs for cut in flat(epoch)]
+    landscape, portrait = ([cut for cut in cuts if cut[0] % 2 == kind] for kind in range(2))
+    assert {cut[1] for cut in landscape} == set(range(4)) and {cut[2] for cut in landscape} == set(range(6))
+    assert {cut[1] for cut in portrait} == set(range(11)) and {cut[2] for cut in portrait} == {0}
+    assert {cut[3:] for cut in cuts} == {(False, False), (False, True), (True, False), (True, True)}
+    for _, top, left, across, up in flat(seen[1][f"{script}-test"][0].epochs[0]):
+        assert (top, left) in ((2, 2), (5, 0)) and not across and not up
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, script):
+    whole = [batches(epoch) for epoch in seen[1][f"{script}-train"][0].epochs]
+    for name in ("broken", "broken-workers"):
+        first, second, again, seventh = vars(seen[1][f"{script}-{name}"][0])["broken_off"]
+        assert batches(first) == whole[0][:1]
+        assert batches(second) == whole[1] and batches(again) == whole[1] and batches(seventh) == whole[6]
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_pixels_are_those_of_an_antialiased_resize_of_the_shorter_side(seen, script, pictures):
+    """Against PIL's resize, on the centre crop; two levels of 255 for two decoders and two roundings."""
+    [result] = seen[1][f"{script}-pictures-test"]
+    for side, parts in zip(("img", "gt"), zip(*result.epochs[0], strict=True), strict=True):
+        for number, image in enumerate(torch.cat(parts)):
+            [path] = (pictures / "test" / side).glob(f"{number}.*")
+            picture = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+            shorter = min(picture.size)
+            picture = picture.resize([72 * length // shorter for length in picture.size], Image.BILINEAR)
+            left, top = (round((length - 64) / 2) for length in picture.size)
+            expected = np.array(picture.crop((left, top, left + 64, top + 64)))
+            expected = torch.from_numpy(expected).permute(2, 0, 1)
+            assert ((image + 1) * 127.5 - expected).abs().max() < 2.5, path
+
+
+@NEEDS_DALI
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_both_loaders_deliver_the_same_pixels(seen, split):
+    """To one level of 255: DALI resizes from the window of the crop, torchvision resizes all and cuts."""
+    left, right = (seen[1][f"{script}-pictures-{split}"][0].epochs for script in BOTH)
+    for one, other in zip(sum(left, []), sum(right, []), strict=True):
+        for mine, its in zip(one, other, strict=True):
+            assert mine.shape == its.shape and (mine - its).abs().max() < 1.01 * LEVEL
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_two_processes_train_on_it_through_ddp(seen, script):
+    one, other = (vars(result)["train"] for result in seen[2][f"{script}-ddp"])
+    assert len(one[0]) == len(other[0]) == 3
+    losses = [sum(pair) / 2 for pair in zip(one[0], other[0], strict=True)]
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(left, right) for left, right in zip(one[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_a_process_may_have_no_pair_to_test(seen, script):
+    assert [numbers(result.epochs[0]) for result in seen[3][f"{script}-few"]] == [[0], [1], []]
+    assert [result.length for result in seen[3][f"{script}-few"]] == [1, 1, 0]
+
+
+# Files that cannot be used: each case spoils a good set of four pairs, and returns the file to be named.
+
+def _spoil(folder, case):
+    picture = Image.fromarray(np.random.RandomState(1).randint(0, 255, (90, 120, 3)).astype(np.uint8))
+    for side in ("img", "gt"):
+        for number in range(4):
+            path = folder / "train" / side / "a" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path)
+    image, target = (folder / "train" / side / "a" / "2.jpg" for side in ("img", "gt"))
+    content = image.read_bytes()
+    if case == "orphans":  # as many on either side: matched by position they would pass
+        image.rename(image.with_name("7.jpg"))
+        return image.with_name("7.jpg")
+    if case == "orphan target":
+        image.unlink()
+        return target
+    if case == "ambiguous":
+        picture.save(image.with_suffix(".png"))
+        return image.with_suffix(".png")
+    if case == "no folder":
+        (folder / "train" / "gt").rename(folder / "train" / "other")
+        return folder / "train" / "gt"
+    if case == "truncated":
+        image.write_bytes(content[:len(content) * 2 // 3])
+    if case == "truncated target":
+        target.write_bytes(content[:-2])
+    if case == "empty":
+        image.write_bytes(b"")
+    if case == "text":
+        image.write_text("not a picture\n")
+    if case == "damaged":
+        picture.save(image.with_suffix(".png"))
+        image.unlink()
+        image = image.with_suffix(".png")
+        damaged = bytearray(image.read_bytes())
+        damaged[200:260] = bytes(60)
+        image.write_bytes(damaged)
+    if case == "two sizes":
+        picture.resize((90, 120)).save(target)
+    if case == "too small":
+        for path in (image, target):
+            picture.resize((63, 100)).save(path)
+    return target if case == "truncated target" else image
+
+
+WRONG_SETS = ["orphans", "orphan target", "ambiguous", "no folder"]
+BAD_FILES = ["truncated", "truncated target", "empty", "text", "damaged", "two sizes", "too small"]
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    """What the loaders said of spoilt sets: {(script, case, workers): (result, the file to be named)}."""
+    base = tmp_path_factory.mktemp("spoiled")
+    files, jobs = {}, []
+    for case in WRONG_SETS + BAD_FILES:
+        files[case] = _spoil(base / case.replace(" ", "-"), case)
+        for script in BOTH:
+            for workers in (0, 1) if case in ("truncated", "damaged") else (0,):
+                jobs.append(job(f"{script}-{case}-{workers}", script, base / case.replace(" ", "-"),
+                                "--resize", 0, "--crop", 64, "--batch-size", 2, "--workers", workers))
+    found = launch(base / "run", 1, jobs)
+    return {name: (ranks[0], files[name.split("-")[1]]) for name, ranks in found.items()}
+
+
+@pytest.mark.parametrize("case", WRONG_SETS + BAD_FILES)
+@pytest.mark.parametrize("script", LOADERS)
+def test_what_cannot_be_used_is_named(spoiled, script, case):
+    for workers in (0, 1) if case in ("truncated", "damaged") else (0,):
+        result, file = spoiled[f"{script}-{case}-{workers}"]
+        kind, message = result.error
+        assert kind == ("UsageError" if case in WRONG_SETS else "ProcessError"), message
+        assert str(file) in message
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_a_bad_file_ends_a_launch_in_one_line(tmp_path, script):
+    file = _spoil(tmp_path, "truncated")
+    finished = run(*LAUNCH, "--nproc_per_node=2", ROOT / f"{script}.py", "--data-source", tmp_path,
+                   "--device", "cpu", "--resize", 0, "--crop", 64, "--batch-size", 4, "--workers", 1)
+    assert finished.code == 1
+    lines = [line for line in finished.err.splitlines() if line.startswith(f"{script}.py: error: ")]
+    assert len(lines) == 1 and str(file) in lines[0] and re.search(r"rank [01]: ", lines[0])
+    assert f'"{ROOT}/{script}.py", line' not in finished.err, "a traceback"
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """A folder in which both scripts ran, as the README has it, on the samples that they make."""
+    folder = tmp_path_factory.mktemp("samples")
+    size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24"}  # the terminal that `run` opens has none
+    options = {"cwd": folder, "terminal": True, "env": size}
+    common = ["--epochs", 3, "--device", "cpu"]
+    said = {"loader": good(run(*LAUNCH, "--nproc_per_node=2", ROOT / "loader.py",
+                               "--preview", "out/pairs.png", *common, **options))}
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("data/pairs/*/*/*/*.jpg")}
+    if HAS_DALI:
+        said["loader_DALI"] = good(run(PYTHON, ROOT / "loader_DALI.py", "--split", "test", "--workers", 1,
+                                       "--preview", "pairs.png", *common, **options))
+    after = {path: path.stat().st_mtime_ns for path in folder.glob("data/pairs/*/*/*/*.jpg")}
+    assert before == after, "made anew"
+    return folder, said
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_the_scripts_run_on_samples_of_their_own(samples, script):
+    folder, said = samples
+    assert len(list(folder.glob("data/pairs/train/img/*/*.jpg"))) == 29
+    assert len(list(folder.glob("data/pairs/test/gt/*/*.jpg"))) == 7
+    shapes = [Image.open(path).size for path in folder.glob("data/pairs/test/*/*/*.jpg")]
+    assert any(width > height for width, height in shapes)
+    assert any(width < height for width, height in shapes)
+    lines = [line for line in said[script].out.splitlines() if line.strip()]
+    found = [re.fullmatch(r"epoch +(\d)/3  (\d+) pairs  (\d+) batches  [\d.]+ s  [\d,]+ pairs/s  "
+                          r"first batch ([\d.]+) s  waiting (\d+) % of the time", line) for line in lines]
+    assert all(found) and [match[1] for match in found] == ["1", "2", "3"]
+    counts = ("24", "3") if script == "loader" else ("7", "1")
+    assert all((match[2], match[3]) == counts for match in found)
+    assert min(float(match[4]) for match in found[1:]) < 0.2
+    assert "epoch 1: " in said[script].err, "no progress bar"
+    preview = folder / ("out/pairs.png" if script == "loader" else "pairs.png")
+    with Image.open(preview) as image:
+        columns = 4 if script == "loader" else 7  # two processes share the batch of 8
+        assert image.size == (2 + columns * 226, 2 + 2 * 226)
+
+
+def test_dali_is_an_extra(tmp_path):
+    """A package `nvidia` without `dali` hides the installed one, as if it were not there."""
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia" / "__init__.py").touch()
+    finished = run(PYTHON, ROOT / "loader_DALI.py", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    assert finished.code == 2 and len(finished.err.splitlines()) == 1
+    assert "pip install -r requirements-dali.txt" in finished.err
+
+
+def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path):
+    finished = run(PYTHON, ROOT / "loader.py", "--data-source", tmp_path / "nothing", "--device", "cpu")
+    assert finished.code == 2 and len(finished.err.splitlines()) == 1
+    assert str(tmp_path / "nothing") in finished.err
