@@ -31,7 +31,6 @@ from tqdm import tqdm
 from common import checkpoint, cli, datasets, models, reduce
 
 
-
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to learn")
@@ -151,7 +150,6 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-
     # new #
     layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
 
@@ -164,7 +162,7 @@ def main(args):
         # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
         train_set.set_epoch(epoch)
 
-        # new # dropout differs between processes, too: they see other samples
+        # new # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
         sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + epoch + 1_000_000 * rank)
 

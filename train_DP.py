@@ -113,7 +113,6 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-
     # new #
     layout = f"1 process x 1 micro-batch x {batch_size} over {len(parallel_model.device_ids) or 1} device(s)"
 

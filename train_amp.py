@@ -1,5 +1,7 @@
 """Train in mixed precision: the forward pass in bfloat16 or float16, weights and optimizer in float32.
 
+Evaluation is in float32, too, so that the accuracy is that of the saved weights in every script.
+
     torchrun --nproc-per-node=gpu train_amp.py --dataset cifar100 --model resnet18 --batch-size 512
     python -m torch.distributed.launch --nproc_per_node=2 train_amp.py --precision fp16 --clip-norm 1
     python train_amp.py
@@ -24,7 +26,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common import checkpoint, cli, datasets, models, reduce
-
 
 
 def parse_args():
@@ -153,7 +154,6 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-
     layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
@@ -165,7 +165,7 @@ def main(args):
         # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
         train_set.set_epoch(epoch)
 
-        # dropout differs between processes, too: they see other samples
+        # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
         sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + epoch + 1_000_000 * rank)
 
@@ -241,7 +241,6 @@ def main(args):
         print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{cli.peak_memory(device)}")
-
 
 # the processes of one launch find each other
 def join_group(args):

@@ -26,7 +26,6 @@ from tqdm import tqdm
 from common import checkpoint, cli, datasets, models, reduce
 
 
-
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to learn")
@@ -151,12 +150,9 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-
-
     # new #
     micro_batch = batch_size / args.accum_steps
     layout = f"{world_size} process(es) x {args.accum_steps} micro-batches x {micro_batch:g}"
-
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
@@ -167,7 +163,7 @@ def main(args):
         # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
         train_set.set_epoch(epoch)
 
-        # dropout differs between processes, too: they see other samples
+        # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
         sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + epoch + 1_000_000 * rank)
 
@@ -183,14 +179,17 @@ def main(args):
             optimizer.zero_grad()
 
             # new # all micro-batches but the last add up their gradients here, and send nothing
-            parts = images.tensor_split(args.accum_steps), labels.tensor_split(args.accum_steps)
-            *parts, (images, labels) = zip(*parts)
+            shares = images.tensor_split(args.accum_steps), labels.tensor_split(args.accum_steps)
+            *parts, last_part = zip(*shares)
             with parallel_model.no_sync():
                 for part, part_labels in parts:
                     loss = F.cross_entropy(parallel_model(normalize(part)), part_labels)
                     loss = loss * len(part_labels) / batch_size
                     loss.backward()
                     loss_sum += loss.detach()
+
+            # new # the last one goes the way of a whole batch, and sends the sum
+            images, labels = last_part
 
             # through DDP: its forward prepares what its backward sends
             loss = F.cross_entropy(parallel_model(normalize(images)), labels)
@@ -247,7 +246,6 @@ def main(args):
         print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{cli.peak_memory(device)}")
-
 
 # the processes of one launch find each other
 def join_group(args):

@@ -31,7 +31,6 @@ from tqdm import tqdm
 from common import checkpoint, cli, datasets, models, reduce
 
 
-
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to learn")
@@ -156,7 +155,6 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-
     layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
@@ -168,7 +166,7 @@ def main(args):
         # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
         train_set.set_epoch(epoch)
 
-        # dropout differs between processes, too: they see other samples
+        # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
         sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + epoch + 1_000_000 * rank)
 
@@ -236,7 +234,6 @@ def main(args):
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{cli.peak_memory(device)}")
 
-
 # the processes of one launch find each other
 def join_group(args):
     # torchrun and torch.distributed.launch say who this process is; srun does so in its own words
@@ -253,6 +250,7 @@ def join_group(args):
 
 # new # what a launcher tells each process that it starts
 def worker(local_rank, args):
+    # USE_AGENT_STORE: whoever started the process serves MASTER_PORT, rank 0 need not
     os.environ.update(RANK=str(args.node_rank * args.nprocs + local_rank), LOCAL_RANK=str(local_rank),
                       WORLD_SIZE=str(args.nnodes * args.nprocs), LOCAL_WORLD_SIZE=str(args.nprocs),
                       MASTER_ADDR=args.ip, MASTER_PORT=str(args.port), TORCHELASTIC_USE_AGENT_STORE="True")

@@ -90,11 +90,12 @@ def compare(path):
         if blocks:
             raise BrokenRule(f"{path.name}:{blocks[0].first}: a marker in a script without a parent")
         return []
-    lines = path.read_text().splitlines()
-    old = _as_the_child_has_it(parent)
+    text = path.read_text()
+    lines, skip = text.splitlines(), docstring_lines(text)
+    old = as_the_child_has_it(parent)
     covered = {number for block in blocks for number in range(block.first, block.last + 1)}
     outside = [(number, line) for number, line in enumerate(lines, 1)
-               if line.strip() and number > docstring_lines(path.read_text()) and number not in covered]
+               if line.strip() and number > skip and number not in covered]
 
     matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in outside], autojunk=False)
     for kind, old_first, old_last, first, _ in matcher.get_opcodes():
@@ -131,7 +132,8 @@ def _share_out(removed, blocks, lines):
     return removed
 
 
-def _as_the_child_has_it(parent):
+def as_the_child_has_it(parent):
+    """Return the lines of a parent as its child may repeat them, as (number, line): no docstring, no blank, no marker."""
     text = parent.read_text()
     skip = docstring_lines(text)
     kept = []

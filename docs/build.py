@@ -1,0 +1,250 @@
+"""Build docs/index.html, the page that teaches the scripts by their differences, from scripts and texts.
+
+    python docs/build.py             # writes docs/index.html
+    python docs/build.py --check     # exit code 1 if it is not as it would be written
+
+It needs Pygments and nothing else. A line that the texts name and that no script has stops the build.
+"""
+import ast
+import dataclasses
+import html
+import json
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(DOCS), str(ROOT / "tests")]
+
+import diffs  # noqa: E402
+import markers  # noqa: E402
+import texts  # noqa: E402
+
+
+@dataclasses.dataclass
+class Script:
+    """One script as the page has it; `docstring_end` is the last line of the module docstring, from 1."""
+
+    path: Path
+    lines: list
+    parent: str
+    blocks: list
+    docstring_end: int
+    summary: str
+    commands: list
+
+    @property
+    def name(self):
+        return self.path.name
+
+
+def read_scripts(root=ROOT):
+    """Return the scripts by name, each parent before its children."""
+    found = {}
+    for path in markers.scripts(root):
+        text = path.read_text()
+        parent = markers.parent_of(path)
+        first, *rest = ast.get_docstring(ast.parse(text)).split("\n")
+        commands = [line.strip() for line in rest if re.match(rf"    (pip |.*\b{path.name})", line)]
+        commands.sort(key=lambda command: path.name not in command)  # noqa: B023, for it is called here
+        found[path.name] = Script(path, text.splitlines(), parent.name if parent else None,
+                                  markers.compare(path), markers.docstring_lines(text), first, commands)
+    ordered = {}
+
+    def add(parent):
+        children = [script for script in found.values() if script.parent == parent]
+        for script in sorted(children, key=lambda child: (not child.name.startswith("train"), child.name)):
+            ordered[script.name] = script
+            add(script.name)
+
+    add(None)
+    if len(ordered) != len(found):
+        lost = ", ".join(sorted(set(found) - set(ordered)))
+        raise markers.BrokenRule(f"no way from a script without a parent to {lost}")
+    return ordered
+
+
+def read_uses(path):
+    """Return {script: (when to use it, when not)} from the table of scripts in README.md."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    head = next(row for row in rows if "when not" in row)
+    linked = [(re.match(r"\[`(\S+)`\]", row[0]), row) for row in rows if len(row) == len(head)]
+    when, when_not = head.index("when"), head.index("when not")
+    return {match[1]: (row[when], row[when_not]) for match, row in linked if match}
+
+
+def read_parts(path):
+    """Return [(id, heading, lines it stands beside)] of the sections of how-it-works.md."""
+    parts = []
+    for section in re.split(r"^(?=## )", path.read_text(), flags=re.M)[1:]:
+        heading = section.split("\n", 1)[0].removeprefix("## ")
+        beside = re.findall(r"<!-- beside: (.+?) -->", section)
+        parts.append((f"how-{_slug(heading)}", heading, beside))
+    return parts
+
+
+def build(root=ROOT):
+    """Return the page."""
+    docs = root / "docs"
+    scripts = read_scripts(root)
+    traps = texts.read_traps(docs / "pitfalls.md")
+    parts = read_parts(docs / "how-it-works.md")
+    uses = read_uses(root / "README.md")
+    _check(root, scripts, traps, parts)
+
+    data, counts = _comparisons(scripts, traps, parts)
+    fill = {
+        "css": (docs / "page.css").read_text(),
+        "js": (docs / "page.js").read_text(),
+        "data": json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
+        "tree": _tree(scripts, counts, uses, None),
+        "options": "".join(f"<option>{name}</option>" for name in scripts),
+        "contents": "".join(f'<li><a href="#{name}">{texts.inline(heading)}</a></li>'
+                            for name, heading, _ in parts),
+        "how": _prose(docs / "how-it-works.md", docs),
+        "pitfalls": _prose(docs / "pitfalls.md", docs),
+    }
+    page = (docs / "page.html").read_text()
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], page)
+
+
+def _comparisons(scripts, traps, parts):
+    """Return (what page.js reads, {(left, right): changed lines})."""
+    table, places = [], {}  # the scripts share most of their lines: each is kept once
+
+    def place(line):
+        if line not in places:
+            places[line] = len(table)
+            table.append(line)
+        return places[line]
+
+    def notes_for(left_lines, right_lines):
+        lines = {_as_read(line) for line in [*left_lines, *right_lines]}
+        beside_traps = [trap.name for trap in traps.values()
+                        if (trap.beside or trap.right.splitlines()[0].strip()) in lines]
+        return beside_traps, [name for name, _, beside in parts if lines & set(beside)]
+
+    names, pairs, counts = list(scripts), {}, {}
+    for a, left in enumerate(names):
+        for b, right in enumerate(names[a + 1:], a + 1):
+            steps, count, changes = diffs.compare(scripts[left], scripts[right], notes_for)
+            pairs[f"{a},{b}"] = [count, changes, steps]
+            counts[left, right] = count
+    listed = [{"name": script.name, "parent": script.parent, "doc": script.docstring_end,
+               "lines": [place(line) for line in texts.colour("\n".join(script.lines))]}
+              for script in scripts.values()]
+    return {"scripts": listed, "table": table, "pairs": pairs,
+            "traps": {trap.name: trap.title for trap in traps.values()},
+            "parts": {name: heading for name, heading, _ in parts}}, counts
+
+
+def _tree(scripts, counts, uses, parent):
+    """Return the scripts that descend from `parent` as nested lists."""
+    items = []
+    for script in scripts.values():
+        if script.parent != parent:
+            continue
+        size = f"{len(script.lines)} lines"
+        if parent:
+            count = counts[parent, script.name]
+            target = f"#{parent}...{script.name}"
+            label = f"compare {script.name} with its parent {parent}"
+            size += (f', <strong>{count} changed</strong> '
+                     f'<a href="{target}" aria-label="{label}">compare with {parent}</a>')
+        else:
+            target = f"#{script.name}...{script.name}"
+            size += " <span>no parent</span>"
+        title = f'<a class="script" href="{target}">{script.name}</a>'
+        commands = [texts.command(line) for line in script.commands]
+        first, more, when = "".join(commands[:1]), "", ""
+        if commands[1:]:
+            more = (f"<details><summary>{len(commands) - 1} more ways to start it</summary>"
+                    f"{''.join(commands[1:])}</details>")
+        if script.name in uses:
+            use, avoid = map(texts.inline, uses[script.name])
+            when = f"<dl><dt>When</dt><dd>{use}</dd><dt>When not</dt><dd>{avoid}</dd></dl>"
+        children = _tree(scripts, counts, uses, script.name)
+        items.append(f'<li><article class="card"><h3>{title}</h3><p class="size">{size}</p>'
+                     f'<p>{html.escape(script.summary)}</p>{first}{more}{when}</article>{children}</li>')
+    return f"<ul>{''.join(items)}</ul>" if items else ""
+
+
+def _prose(path, docs):
+    """Return one of the texts as HTML, with its pictures, and links to the page's own anchors."""
+    how = path.name == "how-it-works.md"
+
+    def identify(level, heading):
+        trap = texts.TRAP.fullmatch(heading)
+        return trap[1] if trap else f"{'how' if how else 'pitfalls'}-{_slug(heading)}"
+
+    def link(target):
+        file, _, anchor = target.partition("#")
+        if target.startswith("http"):
+            return target
+        file = file or path.name
+        if file == "pitfalls.md" and anchor:
+            return "#" + anchor.split("-")[0].upper()
+        if file == "how-it-works.md" and anchor:
+            return f"#how-{anchor}"
+        if file in ("pitfalls.md", "how-it-works.md"):
+            return "#" + path.stem
+        if not (docs / file).exists():
+            raise texts.TextError(f"{path.name}: a link leads nowhere: {target}")
+        return target
+
+    def picture(source, description):
+        drawing = (docs / source).read_text()
+        drawing = re.sub(r"<\?xml.*?\?>\s*|<style>.*?</style>\s*", "", drawing, flags=re.S)
+        return f'<figure role="img" tabindex="0" aria-label="{html.escape(description)}">{drawing}</figure>'
+
+    text = path.read_text()
+    rendered = texts.render(re.sub(r"\A# .+\n", "", text), identify, link, picture)
+    known = {"pitfalls", "how-it-works", *(name for name, *_ in read_parts(docs / "how-it-works.md")),
+             *texts.read_traps(docs / "pitfalls.md")}
+    for anchor in re.findall(r'href="#([^"]+)"', rendered):
+        if anchor not in known:
+            raise texts.TextError(f"{path.name}: a link leads nowhere: #{anchor}")
+    return rendered
+
+
+def _slug(heading):
+    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def _as_read(line):
+    """Return a line as the texts name it: without indentation, and a marker's reason as the child has it."""
+    return line.strip().replace("# new # ", "# ", 1)
+
+
+def _check(root, scripts, traps, parts):
+    """Raise TextError for what the texts name and the scripts do not have."""
+    code = {_as_read(line) for script in scripts.values() for line in script.lines}
+    for trap in traps.values():
+        if not (root / trap.file).is_file():
+            raise texts.TextError(f"pitfalls.md: {trap.name}: there is no {trap.file}")
+        trap.put_back((root / trap.file).read_text())
+    named = [("pitfalls.md", trap.name, trap.beside) for trap in traps.values() if trap.beside]
+    named += [("how-it-works.md", heading, line) for _, heading, beside in parts for line in beside]
+    for file, what, line in named:
+        if line not in code:
+            raise texts.TextError(f"{file}: '{what}' stands beside a line that no script has: {line}")
+
+
+def main():
+    target = DOCS / "index.html"
+    try:
+        page = build()
+    except (markers.BrokenRule, texts.TextError) as error:
+        sys.exit(f"build.py: error: {error}")
+    if "--check" in sys.argv[1:]:
+        if not target.exists() or target.read_text() != page:
+            sys.exit("docs/index.html is not fresh: run python docs/build.py")
+        return
+    target.write_text(page)
+    print(f"{target.name}: {len(page.encode()):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""How the page lays two scripts side by side: which lines belong together, and what changed inside a line.
+
+A comparison is a list of steps that walk down both scripts:
+
+    n                   n lines that are the same on both sides (apart from a marker)
+    "a3"                three lines that only the right one has; "l3": that only the left one has
+    "A1", "L1", "B1"    a line that counts for nothing (blank, a bare marker), on the right, the left or both
+    ["r", [0, 4], []]   a line that was replaced, and the parts of the left and of the right one that differ
+    ["g", reason, ...]  a change begins (with `notes_for`'s answer behind the reason)
+"""
+import collections
+import difflib
+import functools
+import itertools
+import re
+
+import markers
+
+DIFFERENT = 0.5  # two lines that have less in common are shown as replaced as a whole
+
+
+def compare(left, right, notes_for):
+    """Return (steps, changed lines, changes) from script `left` to `right`, which is no ancestor of `left`.
+
+    `notes_for(left_lines, right_lines)` is asked once for each change, what belongs beside its lines (of a
+    child, not of its parent). The changed lines of a script and its parent are what `markers.changed_lines`
+    counts. For any other pair they are counted likewise: in each stretch that differs, neither blank nor
+    comment, the more of the lines on either side.
+    """
+    child = right.parent == left.name
+    steps = _docstrings(left, right)
+    count, changes = 0, 0
+    done_left, done_right = left.docstring_end, right.docstring_end
+    for anchor_left, anchor_right in [*_anchors(left, right), (len(left.lines) + 1, len(right.lines) + 1)]:
+        old = left.lines[done_left:anchor_left - 1]
+        new = right.lines[done_right:anchor_right - 1]
+        first = done_right + 1
+        for change in _changes(old, new, child):
+            matters = [_counts(_at(old, a), _at(new, b), child) for a, b in change]
+            begin = matters.index(True) if any(matters) else len(change)
+            for number, (a, b) in enumerate(change):
+                if number == begin:
+                    here = [b for _, b in change if b is not None]
+                    gone = [old[a] for a, _ in change if a is not None and not child]
+                    steps.append(["g", _reason(right, [first + b for b in here]),
+                                  *notes_for(gone, [new[b] for b in here])])
+                    changes += 1
+                steps.append(_step(_at(old, a), _at(new, b), child))
+        count += max(sum(map(is_code, old)), sum(map(is_code, new)))
+        if anchor_left <= len(left.lines):
+            steps.append(1)
+        done_left, done_right = anchor_left, anchor_right
+    if child:
+        count = sum(block.changed for block in right.blocks)  # markers.changed_lines, known already
+    return _joined(steps), count, changes
+
+
+def _at(lines, index):
+    return None if index is None else lines[index]
+
+
+def is_code(line):
+    """Return whether a line is neither blank nor comment."""
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _counts(old, new, child):
+    """Return whether a row shows a change; a bare marker does where `new` is a child's line."""
+    if child and new and new.strip():
+        return True
+    return any(line and line.strip() not in ("", "# new #") for line in (old, new))
+
+
+def _anchors(left, right):
+    """Return the pairs of line numbers, behind the docstrings, at which the two scripts are the same."""
+    if right.parent == left.name:
+        return _anchors_of_child(left, right)
+    old, new = _plain(left), _plain(right)
+    lines = [[line for _, line in side] for side in (old, new)]
+    blocks = difflib.SequenceMatcher(None, *lines, autojunk=False).get_matching_blocks()
+    return [(old[a + k][0], new[b + k][0]) for a, b, size in blocks for k in range(size)]
+
+
+def _anchors_of_child(parent, child):
+    covered = {number for block in child.blocks for number in range(block.first, block.last + 1)}
+    removed = {number for block in child.blocks for number in block.removed}
+    kept = [number for number, _ in _plain(parent) if number not in removed]
+    outside = [number for number, line in enumerate(child.lines, 1)
+               if line.strip() and number > child.docstring_end and number not in covered]
+    return list(zip(kept, outside, strict=True))
+
+
+def _plain(script):
+    """Return the numbered lines behind the docstring, without blank ones, markers as plain comments."""
+    return markers.as_the_child_has_it(script.path)
+
+
+def _kind(line):
+    return "code" if is_code(line) else "comment" if line.strip() else "blank"
+
+
+def _pair_up(old, new, kind=None):
+    """Return pairs of indices (None for nothing), in order, of the lines that have most in common."""
+    sides = [[(line, (kind or _kind)(line)) for line in side] for side in (old, new)]
+    worth = [[_worth(*one, *other) for other in sides[1]] for one in sides[0]]
+    best = [[0.0] * (len(new) + 1) for _ in range(len(old) + 1)]
+    for a in range(len(old) - 1, -1, -1):
+        for b in range(len(new) - 1, -1, -1):
+            best[a][b] = max(best[a + 1][b], best[a][b + 1], worth[a][b] + best[a + 1][b + 1])
+    pairs, a, b = [], 0, 0
+    while a < len(old) and b < len(new):
+        if worth[a][b] and best[a][b] == worth[a][b] + best[a + 1][b + 1]:
+            pairs.append((a, b))
+            a, b = a + 1, b + 1
+        elif best[a][b] == best[a][b + 1]:  # the new line first: a marker opens what it marks
+            pairs.append((None, b))
+            b += 1
+        else:
+            pairs.append((a, None))
+            a += 1
+    return pairs + [(i, None) for i in range(a, len(old))] + [(None, i) for i in range(b, len(new))]
+
+
+def _worth(old, kind, new, other):
+    """Return what it is worth that two lines face each other; code faces code even where little is alike."""
+    if kind != other:
+        return 0.0
+    if kind == "blank":
+        return 0.01
+    if old == new:
+        return 3.0
+    likeness = _likeness(old, new)
+    return 0.1 + likeness if kind == "code" else likeness if likeness > DIFFERENT else 0.0
+
+
+@functools.lru_cache(maxsize=None)
+def _words(line):
+    return collections.Counter(re.findall(r"\w+|[^\w\s]", line))
+
+
+def _likeness(old, new):
+    old, new = _words(old), _words(new)
+    return 2 * (old & new).total() / ((old.total() + new.total()) or 1)
+
+
+def _docstrings(left, right):
+    old, new = left.lines[:left.docstring_end], right.lines[:right.docstring_end]
+    if old == new:
+        return [len(old)]
+    pairs = _pair_up(old, new, lambda line: "code" if line.strip() else "blank")
+    return [_step(_at(old, a), _at(new, b)) for a, b in pairs]
+
+
+def _changes(old, new, child):
+    """Pair the lines of one stretch that differs; a marker of a child begins another change."""
+    change, begun = [], False
+    for a, b in _pair_up(old, new):
+        if child and begun and b is not None and markers.MARKER.fullmatch(new[b]):
+            yield change
+            change, begun = [], False
+        change.append((a, b))
+        begun = begun or _counts(_at(old, a), _at(new, b), child)
+    if change:
+        yield change
+
+
+def _reason(script, numbers):
+    return next((block.reason for block in script.blocks for number in numbers
+                 if block.first <= number <= block.last), "")
+
+
+def _step(old, new, child=False):
+    if old is not None and new is not None:
+        return "B1" if old == new or not (old.strip() or new.strip()) else ["r", *_parts(old, new)]
+    letter = "a" if old is None else "l"
+    return f"{letter if _counts(old, new, child) else letter.upper()}1"
+
+
+def _parts(old, new):
+    """Return the ranges of characters that differ in two versions of a line; none if little is alike."""
+    names = [collections.Counter(re.findall(r"[^\W_]+", line)) for line in (old, new)]
+    if 2 * (names[0] & names[1]).total() < DIFFERENT * (names[0] + names[1]).total():
+        return [], []
+    a, b = (re.findall(r"\w+|.", line) for line in (old, new))
+    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    ends_a, ends_b = ([0, *itertools.accumulate(map(len, side))] for side in (a, b))
+    old_parts, new_parts = [], []
+    for kind, i, i_end, j, j_end in matcher.get_opcodes():
+        if kind != "equal":
+            for parts, ends, first, last in ((old_parts, ends_a, i, i_end), (new_parts, ends_b, j, j_end)):
+                if first == last:
+                    continue
+                if parts and ends[first] - parts[-1] <= 1:  # one character that stayed is not worth a gap
+                    parts[-1] = ends[last]
+                else:
+                    parts += [ends[first], ends[last]]
+    return old_parts, new_parts
+
+
+def _joined(steps):
+    """Join neighbouring steps of one kind."""
+    joined = []
+    for step in steps:
+        last = joined[-1] if joined else None
+        if isinstance(step, int) and isinstance(last, int):
+            joined[-1] += step
+        elif isinstance(step, str) and isinstance(last, str) and step[0] == last[0]:
+            joined[-1] = f"{step[0]}{int(last[1:]) + int(step[1:])}"
+        elif step != 0:
+            joined.append(step)
+    return joined

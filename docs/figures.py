@@ -1,0 +1,264 @@
+"""Draw the pictures of how-it-works.md: `python docs/figures.py` writes docs/figures/*.svg.
+
+Each can be read in a light and in a dark theme: as a file by the reader's system, on the page by its choice.
+"""
+import html
+import math
+import random
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent / "figures"
+THEMES = {
+    "light": {"back": "#fdfdfb", "raised": "#f3f3ef", "line": "#8b9098", "text": "#1d2126",
+              "soft": "#5c636c", "blue": "#2f6fb3", "orange": "#c2691a", "green": "#2e8547",
+              "purple": "#8a4fb0"},
+    "dark": {"back": "#14171c", "raised": "#1d2128", "line": "#7b8390", "text": "#dfe3e8",
+             "soft": "#9aa4b1", "blue": "#6ea8ec", "orange": "#e8a15c", "green": "#6cc588",
+             "purple": "#c79be6"},
+}
+COLOURS = ["blue", "orange", "green", "purple"]  # of the processes, by rank
+
+
+class Drawing:
+    """An SVG picture, 720 wide, in the colours of the theme."""
+
+    def __init__(self, height):
+        self.height, self.parts = height, []
+
+    def shape(self, tag, **attributes):
+        listed = " ".join(f'{name.removesuffix("_")}="{value}"' for name, value in attributes.items())
+        self.parts.append(f"<{tag} {listed}/>")
+
+    def text(self, x, y, text, css="t", anchor="middle"):
+        place = f'x="{x:g}" y="{y:g}" class="{css}" text-anchor="{anchor}"'
+        self.parts.append(f"<text {place}>{html.escape(text)}</text>")
+
+    def box(self, x, y, width, height, css="box", round_=6):
+        self.shape("rect", x=f"{x:g}", y=f"{y:g}", width=f"{width:g}", height=f"{height:g}", rx=round_,
+                   class_=css)
+
+    def line(self, *points, css="line"):
+        self.shape("polyline", points=" ".join(f"{x:g},{y:g}" for x, y in points), class_=css)
+
+    def arrow(self, x, y, x_end, y_end, css="line"):
+        """Draw an arrow; its head takes the colour of the line."""
+        angle = math.atan2(y_end - y, x_end - x)
+        head = [(x_end - 10 * math.cos(angle + turn), y_end - 10 * math.sin(angle + turn))
+                for turn in (.4, -.4)]
+        self.line((x, y), (x_end - 4 * math.cos(angle), y_end - 4 * math.sin(angle)), css=css)
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in [(x_end, y_end), *head])
+        self.shape("polygon", points=points, class_=css.split()[0] + " head")
+
+    def svg(self):
+        rules = "".join(f".{name}{{stroke:var(--{name})}}"
+                        f".{name}:is(.fill,.head,.t){{fill:var(--{name});stroke:none}}" for name in COLOURS)
+        light, dark = (";".join(f"--{name}:{value}" for name, value in theme.items())
+                       for theme in THEMES.values())
+        style = (f"svg{{{light};background:var(--back)}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+                 + RULES + rules)
+        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {self.height}">\n'
+                f"<style>{style}</style>\n" + "\n".join(self.parts) + "\n</svg>\n")
+
+
+RULES = ("text{font:14px system-ui,sans-serif;fill:var(--text)}.small{font-size:12px;fill:var(--soft)}"
+         ".strong{font-weight:600}.box{fill:var(--raised);stroke:var(--line)}"
+         ".open{fill:none;stroke:var(--line)}.line{fill:none;stroke:var(--line);stroke-width:2}"
+         ".ink{stroke:var(--text)}.head{fill:var(--line);stroke:none}"
+         "polyline{fill:none;stroke-width:2}.thin{stroke-width:1.2}.bold{stroke-width:3.5}"
+         ".dash{stroke-dasharray:5 4}.faint{opacity:.3}"
+         ".on{fill:var(--back);stroke:none;font-weight:600}")
+
+
+def ranks():
+    drawing = Drawing(215)
+    for node in range(2):
+        x = 15 + 350 * node
+        drawing.box(x, 35, 340, 150)
+        drawing.text(x + 170, 24, f"node {node}: one machine", "t strong")
+        for local in range(2):
+            rank = 2 * node + local
+            left = x + 12 + 162 * local
+            drawing.box(left, 48, 154, 84, f"fill {COLOURS[rank]}")
+            drawing.text(left + 77, 72, "process", "on")
+            drawing.text(left + 77, 94, f"rank {rank}", "on")
+            drawing.text(left + 77, 116, f"local rank {local}", "on")
+            drawing.box(left, 140, 154, 32)
+            drawing.text(left + 77, 161, f"device {local}")
+    drawing.text(360, 206, "world size 4: the processes of one launch, on all nodes", "t small")
+    return drawing
+
+
+def dataparallel():
+    drawing = Drawing(285)
+    drawing.box(15, 10, 690, 262, "open")
+    drawing.text(30, 32, "one process, one Python thread per device", "t small", "start")
+    drawing.box(35, 50, 190, 200, "fill blue")
+    for row, line in enumerate(["device 0", "the batch", "the model", "all outputs, the loss",
+                                "the sum of gradients"]):
+        drawing.text(130, 80 + 36 * row, line, "on")
+    for device, y in ((1, 50), (2, 160)):
+        drawing.box(500, y, 190, 90, f"fill {COLOURS[device]}")
+        drawing.text(595, y + 26, f"device {device}", "on")
+        drawing.text(595, y + 50, "a copy of the model,", "on")
+        drawing.text(595, y + 72, "for this step only", "on")
+        for row, (label, out) in enumerate([("1  its part of the batch", True), ("2  the whole model", True),
+                                            ("3  its outputs", False), ("4  its gradients", False)]):
+            height = y + 10 + 23 * row
+            start, end = (232, 493) if out else (493, 232)
+            drawing.arrow(start, height, end, height, css="line thin")
+            drawing.text(362, height - 4, label, "t small")
+    return drawing
+
+
+def ring():
+    drawing = Drawing(300)
+    places = [(60, 40), (460, 40), (460, 190), (60, 190)]
+    for rank, (x, y) in enumerate(places):
+        drawing.text(x, y - 8, f"rank {rank}", "t strong", "start")
+        for chunk in range(4):
+            sent = chunk == rank
+            drawing.box(x + 50 * chunk, y, 46, 46, f"fill {COLOURS[rank]}" + ("" if sent else " faint"), 4)
+            drawing.text(x + 50 * chunk + 23, y + 28, "abcd"[chunk], "on" if sent else "t")
+    drawing.arrow(268, 63, 450, 63, "blue")
+    drawing.text(359, 54, "a", "t strong")
+    drawing.arrow(558, 92, 558, 182, "orange")
+    drawing.text(572, 140, "b", "t strong")
+    drawing.arrow(450, 213, 268, 213, "green")
+    drawing.text(359, 204, "c", "t strong")
+    drawing.arrow(158, 182, 158, 92, "purple")
+    drawing.text(144, 140, "d", "t strong")
+    drawing.text(360, 128, "N − 1 steps add what arrives,", "t small")
+    drawing.text(360, 146, "N − 1 steps pass on what is complete;", "t small")
+    drawing.text(360, 164, "in each, every process sends 1/N", "t small")
+    drawing.text(360, 278, "together 2 (N − 1)/N of the gradients' bytes per process: "
+                           "less than twice, whatever N is")
+    return drawing
+
+
+def average():
+    drawing = Drawing(250)
+    start = (60, 200)
+    vectors = [(130, -155), (230, -30), (110, -60), (210, -105)]
+    for rank, (dx, dy) in enumerate(vectors):
+        drawing.arrow(*start, start[0] + dx, start[1] + dy, COLOURS[rank])
+        drawing.text(start[0] + dx + 8, start[1] + dy + 2, f"rank {rank}", f"t {COLOURS[rank]}", "start")
+    drawing.text(60, 232, "the gradients of 16 samples each", "t small", "start")
+    mean = [sum(part) / 4 for part in zip(*vectors, strict=True)]
+    drawing.arrow(345, 130, 425, 130, "line bold")
+    drawing.text(385, 118, "mean", "t strong")
+    drawing.arrow(470, 200, 470 + mean[0], 200 + mean[1], "line bold")
+    drawing.text(470 + mean[0], 185 + mean[1], "the same on all ranks", "t strong")
+    drawing.text(470, 232, "the gradient of all 64", "t small", "start")
+    return drawing
+
+
+def batchnorm():
+    drawing = Drawing(260)
+    values = random.Random(7)
+    everything = []
+    rows = [[values.gauss(0, 1) for _ in range(8)] for _ in range(4)]
+    for rank, row in enumerate(rows):
+        everything += [(value, COLOURS[rank]) for value in row]
+    shown = [(f"rank {rank}", [(value, COLOURS[rank]) for value in row]) for rank, row in enumerate(rows)]
+    for number, (name, row) in enumerate([*shown, ("SyncBatchNorm", everything)]):
+        y = 30 + 44 * number + (14 if number == 4 else 0)
+        drawing.text(20, y + 5, name, "t strong" if number == 4 else "t", "start")
+        drawing.line((150, y), (700, y), css="line thin")
+        for value, colour in row:
+            drawing.shape("circle", cx=f"{425 + 105 * value:.0f}", cy=y, r=5, class_=f"fill {colour}")
+        mean = 425 + 105 * sum(value for value, _ in row) / len(row)
+        drawing.line((mean, y - 15), (mean, y + 15), css="ink bold")
+    drawing.text(425, 254, "one channel's values, and the mean that is taken off: "
+                           "BatchNorm's per process, one for all", "t small")
+    return drawing
+
+
+def half():
+    drawing = Drawing(290)
+
+    def at(power):
+        return 120 + (power + 150) * 2.05
+
+    formats = [("float32", -149, 128, "green"), ("bfloat16", -133, 128, "purple"),
+               ("float16", -24, 16, "blue")]
+    for row, (name, low, high, colour) in enumerate(formats):
+        y = 24 + 38 * row
+        drawing.text(20, y + 17, name, "t strong", "start")
+        drawing.box(at(low), y, at(high) - at(low), 24, f"fill {colour}", 4)
+    for power, label in [(-149, "2⁻¹⁴⁹"), (-24, "2⁻²⁴"), (16, "2¹⁶"), (128, "2¹²⁸")]:
+        drawing.line((at(power), 140), (at(power), 148), css="line thin")
+        drawing.text(at(power), 164, label, "t small")
+    drawing.line((at(-149), 144), (at(128), 144), css="line thin")
+    drawing.line((at(-24), 172), (at(-24), 262), css="line thin dash")
+    for centre, css in ((-30, "orange"), (-14, "orange dash")):
+        curve = [(at(power), 258 - 62 * math.exp(-((power - centre) / 9) ** 2))
+                 for power in range(centre - 24, centre + 25)]
+        drawing.line(*curve, css=css)
+    drawing.arrow(at(-30), 186, at(-14), 186, "orange")
+    drawing.text(at(-56), 236, "gradients", "t orange", "end")
+    drawing.text(at(8), 236, "the same × 2¹⁶", "t orange", "start")
+    drawing.text(at(-27), 282, "left of the dashed line float16 has only 0", "t small")
+    return drawing
+
+
+def accumulate():
+    drawing = Drawing(240)
+
+    def row(y, name, sends):
+        drawing.text(15, y + 19, name, "t strong", "start")
+        x = 110
+        for micro_batch in range(4):
+            drawing.box(x, y, 44, 28, "fill blue", 3)
+            drawing.box(x + 46, y, 44, 28, "fill green", 3)
+            drawing.text(x + 22, y + 19, "fwd", "on")
+            drawing.text(x + 68, y + 19, "bwd", "on")
+            x += 94
+            if micro_batch in sends:
+                drawing.box(x - 2, y, 34, 28, "fill orange", 3)
+                drawing.text(x + 15, y + 19, "⇄", "on")
+                x += 34
+        drawing.box(x, y, 36, 28, "box", 3)
+        drawing.text(x + 18, y + 19, "step", "t small")
+
+    for process in range(2):
+        row(26 + 34 * process, f"process {process}", {0, 1, 2, 3})
+        row(136 + 34 * process, f"process {process}", {3})
+    drawing.text(110, 16, "without no_sync(): the gradients travel four times", "t small", "start")
+    drawing.text(110, 126, "with no_sync() around all but the last: once, with what has added up", "t small",
+                 "start")
+    drawing.text(110, 228, "⇄ all-reduce", "t orange", "start")
+    return drawing
+
+
+def shares():
+    drawing = Drawing(222)
+    order = [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]
+    for row, (name, cells) in enumerate([("DistributedSampler", [*order, 4, 1]),
+                                         ("… drop_last=True", order[:8]), ("range(rank, n, N)", order)]):
+        y = 30 + 62 * row
+        drawing.text(15, y + 24, name, "t strong", "start")
+        for place, sample in enumerate(cells):
+            repeated = place >= 10
+            colour = COLOURS[place % 4]
+            drawing.box(180 + 44 * place, y, 40, 36, f"{'open' if repeated else 'fill'} {colour}", 4)
+            drawing.text(200 + 44 * place, y + 24, str(sample), f"t {colour}" if repeated else "on")
+        if row == 1:
+            for place in (8, 9):
+                drawing.box(180 + 44 * place, y, 40, 36, "open faint", 4)
+                drawing.text(200 + 44 * place, y + 24, str(order[place]), "t faint")
+    drawing.text(642, 20, "repeated", "t small")
+    drawing.text(592, 82, "left out", "t small")
+    drawing.text(180, 212, "a colour is a process", "t small", "start")
+    return drawing
+
+
+def drawings():
+    """Return the text of every picture by its name."""
+    made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares]
+    return {drawing.__name__: drawing().svg() for drawing in made}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in drawings().items():
+        (FOLDER / f"{name}.svg").write_text(text)

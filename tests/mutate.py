@@ -1,0 +1,86 @@
+"""Put every pitfall of docs/pitfalls.md back, one at a time, and see the test that it names go red.
+
+    python tests/mutate.py                # all of them (half an hour on 2 cores), and the report
+    python tests/mutate.py D1 D2          # these alone, no report
+
+Each works on a copy of the repository, with the wrong lines in the place of the right ones, so that the working tree
+stays as it is. Writes tests/mutations.md. Exit code 1 if a test stayed green, or failed without the mistake.
+"""
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import texts  # noqa: E402
+
+SECONDS = 400  # a mistake that makes a run hang counts as seen: the tests end what hangs, this ends the tests
+VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit codes
+
+
+def try_out(trap):
+    """Return (verdict, the last line that pytest said, seconds) for a trap that is put back."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "repository")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "data", "__pycache__", ".venv"))
+        file = copy / trap.file
+        file.write_text(trap.put_back(file.read_text()))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", trap.test]
+        try:
+            result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return "red", f"did not end within {SECONDS} s", time.monotonic() - start
+    said = [line for line in result.stdout.splitlines() if line.startswith(("E  ", "FAILED", "ERROR"))]
+    verdict = VERDICTS.get(result.returncode, f"PYTEST ENDED WITH {result.returncode}")
+    if verdict == "STAYED GREEN" and " skipped" in result.stdout and " passed" not in result.stdout:
+        verdict = "skipped"
+    return verdict, (said or result.stdout.splitlines() or [""])[0].removeprefix("E").strip(), time.monotonic() - start
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a pitfall, such as D1 (default: all)")
+    names = parser.parse_args().names
+    traps = texts.read_traps(ROOT / "docs/pitfalls.md")
+    if set(names) - set(traps):
+        parser.error(f"no such pitfall: {', '.join(sorted(set(names) - set(traps)))}")
+
+    rows, failed = [], False
+    for trap in tqdm([traps[name] for name in names or traps]):
+        if not trap.test.startswith("tests/"):
+            rows.append((trap, f"no test: {trap.test}", "", 0))
+            continue
+        verdict, said, seconds = try_out(trap)
+        failed |= verdict not in ("red", "skipped")
+        rows.append((trap, verdict, said, seconds))
+        tqdm.write(f"{trap.name:4} {verdict:14} {seconds:4.0f} s  {said[:100]}")
+    if not names:
+        report(rows)
+    return int(failed)
+
+
+def report(rows):
+    """Write tests/mutations.md: what happened to every trap."""
+    import torch
+
+    red = sum(verdict == "red" for _, verdict, _, _ in rows)
+    lines = ["# Every pitfall put back", "",
+             f"`python tests/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of {len(rows)} "
+             f"pitfalls {red} were seen by the test that docs/pitfalls.md names.", "",
+             "| pitfall | in | test | result | seconds |", "|---|---|---|---|---:|"]
+    for trap, verdict, _, seconds in rows:
+        test = f"`{trap.test}`" if trap.test.startswith("tests/") else "-"
+        lines.append(f"| {trap.name} {trap.title} | `{trap.file}` | {test} | {verdict} | {seconds:.0f} |")
+    (ROOT / "tests/mutations.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
