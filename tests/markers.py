@@ -133,7 +133,7 @@ def _share_out(removed, blocks, lines):
 
 
 def as_the_child_has_it(parent):
-    """Return the lines of a parent as its child may repeat them, as (number, line): no docstring, no blank, no marker."""
+    """Return the lines of a parent as its child may repeat them, as (number, line): no docstring, blank or marker."""
     text = parent.read_text()
     skip = docstring_lines(text)
     kept = []

@@ -73,8 +73,8 @@ def report(rows):
 
     red = sum(verdict == "red" for _, verdict, _, _ in rows)
     lines = ["# Every pitfall put back", "",
-             f"`python tests/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of {len(rows)} "
-             f"pitfalls {red} were seen by the test that docs/pitfalls.md names.", "",
+             f"`python tests/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of "
+             f"{len(rows)} pitfalls {red} were seen by the test that docs/pitfalls.md names.", "",
              "| pitfall | in | test | result | seconds |", "|---|---|---|---|---:|"]
     for trap, verdict, _, seconds in rows:
         test = f"`{trap.test}`" if trap.test.startswith("tests/") else "-"

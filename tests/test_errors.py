@@ -115,7 +115,8 @@ def test_a_port_in_use(tmp_path):
     ends_in_one_line(result, 2, f"--port {port}", "in use")
 
 
-@pytest.mark.parametrize("launcher", [[*LAUNCH, "--nproc_per_node=2"], [*TORCHRUN, "--nproc-per-node=2"], None])
+@pytest.mark.parametrize("launcher", [[*LAUNCH, "--nproc_per_node=2"], None, pytest.param(
+    [*TORCHRUN, "--nproc-per-node=2"], marks=pytest.mark.drill)])
 def test_a_batch_that_the_processes_cannot_share(tmp_path, launcher):
     """One line of ours, also under a launcher, which adds a report of its own and exits with 1."""
     command = [*launcher, "train_DDP.py"] if launcher else [PYTHON, "train_mp.py"]
@@ -128,7 +129,7 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path, launcher):
     assert "train_DDP.py\", line" not in result.err
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.drill), "1"])
 def test_an_unreadable_image_is_named_by_the_process_that_met_it(photos, tmp_path, workers):
     data = tmp_path / "data"
     shutil.copytree(photos, data)

@@ -1,6 +1,8 @@
 """README.md says what is so: its blocks stand in the scripts, its numbers are counted, its options exist."""
+import os
 import re
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 
 import markers
 from conftest import PYTHON, ROOT, good, run
@@ -28,12 +30,14 @@ def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
 def test_every_option_in_the_readme_and_the_docstrings_exists():
     """Each script's --help is asked once, and also shows that it starts without a device or data."""
     texts = README + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        helps = dict(zip(markers.scripts(), pool.map(lambda path: run(PYTHON, path.name, "--help"), markers.scripts())))
     for path in markers.scripts():
         commands = [line for line in texts.splitlines() if f" {path.name} " in f"{line} " and "|" not in line
                     and re.match(r"\s*(python|torchrun|srun|pip|CUDA)", line)]
         assert commands, f"no command shows {path.name}"
         used = {word for line in commands for word in shlex.split(line.split(path.name, 1)[1], comments=True)
                 if word.startswith("--")}
-        said = good(run(PYTHON, path.name, "--help")).out
+        said = good(helps[path]).out
         known = set(re.findall(r"--[\w-]+", said.split("options:", 1)[-1]))
         assert used <= known, f"{path.name}: {used - known}"

@@ -1,7 +1,9 @@
 """Every variant, as launched, trains the baseline's model, measures it exactly, and goes on where it stopped."""
 import json
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import LAUNCH, PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
@@ -24,7 +26,8 @@ RUNS = {
     "bf16": ([*TORCHRUN, "--nproc-per-node=2", "train_amp.py", "--lr", "0.02", "--clip-norm", "100"]),
 }
 EXACT = [name for name in RUNS if name not in ("train", "float32", "bf16")]
-RESUMED = ["train", "DP", "DDP2", "mp2", "accum 2x5", "bf16"]
+RESUMED = ["train", "DDP2", "mp2", "accum 2x5",
+           *(pytest.param(name, marks=pytest.mark.drill) for name in ("DP", "bf16"))]
 
 
 def command(name):
@@ -156,12 +159,24 @@ RING = {"train.py": "DDP2", "train_DP.py": "bf16", "train_DDP.py": "train", "tra
         "train_amp.py": "DP", "train_grad_accum.py": "mp2"}
 
 
+@pytest.fixture(scope="module")
+def measured(runs, tmp_path_factory):
+    """Evaluate each checkpoint of RING by its script, copied out, as many at a time as there are cores."""
+    folder = tmp_path_factory.mktemp("copies")
+    commands = {script: [PYTHON, script, "--evaluate", "--resume", runs(name)[0] / "last.pt"]
+                for script, name in RING.items()}
+
+    def measure(script):
+        return run(*commands[script], cwd=copy_out(script, folder / script.removesuffix(".py")).parent)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(RING, pool.map(measure, RING)))
+
+
 @pytest.mark.parametrize(("script", "name"), RING.items())
-def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, script, name):
+def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, measured, script, name):
     """One process (two under mp) finds the very accuracy that another number of processes reported."""
-    folder, result = runs(name)
-    path = copy_out(script, tmp_path / "copy")
-    measured = good(run(PYTHON, path.name, "--evaluate", "--resume", folder / "last.pt", cwd=path.parent)).out
+    result, measured = runs(name)[1], good(measured[script]).out
     reported = epochs(result.out)[-1]
     assert re.search(r"accuracy ([\d.]+)  top5 ([\d.]+)$", measured.strip()).groups() == (
         f"{reported['accuracy']:.4f}", f"{reported['top5']:.4f}")
@@ -171,12 +186,14 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs, tm
     from common.datasets import create_datasets
 
     assert len(create_datasets("digits", "", 0, "")[1]) == 359  # neither 2 nor 3 divides it
-    arguments = ["--evaluate", "--batch-size", "96", "--weights", runs("train")[0] / "epoch-001.pt"]
-    said = {good(run(*words, *arguments, "--output-dir", tmp_path)).out.splitlines()[-1]
-            for words in ([PYTHON, "train.py"], RUNS["DDP2"], RUNS["DDP3"])}
-    assert len(said) == 1, said
+    folder, result = runs("DDP2")
+    said = good(run(*RUNS["DDP3"], "--evaluate", "--batch-size", "96", "--weights", folder / "last.pt", "--output-dir",
+                    tmp_path)).out.splitlines()[-1]
+    reported = epochs(result.out)[-1]
+    assert said.split("accuracy ")[1] == f"{reported['accuracy']:.4f}  top5 {reported['top5']:.4f}"
 
 
+@pytest.mark.drill
 def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
     shutil.copy(runs("train")[0] / "epoch-002.pt", tmp_path / "last.pt")
     good(run(*command("DDP2"), "--resume", "auto", "--output-dir", tmp_path))
