@@ -1,52 +1,56 @@
-"""How near train_DDP.py is to the floor, and how far from the usual loop: ratios, interleaved, from one run.
+"""How near the scripts are to the floor, and how far ahead of the usual loops: ratios, by turns, from one run.
 
-    python benchmarks/floor.py                                                        # about four minutes on 2 cores
-    python benchmarks/floor.py --dataset fashion-mnist --data-path data --batch-size 128 --epochs 2
+    pip install -r requirements.txt -r benchmarks/requirements.txt
+    python benchmarks/floor.py                                                    # some five minutes on two cores
+    python benchmarks/floor.py --model resnet18 --dataset fake --batch-size 512 --device cuda --processes 1
 
-Every contender is a launch of its own, by torchrun, in each round; a launch counts with the median of its epochs
-after the first. The ratios are taken within a round, then their median and range over the rounds. Writes
-benchmarks/results/floor.json with every run, the hardware and the versions.
+All contenders are started; then, in each round, each trains a few epochs while the others stand still, and the round
+gives one ratio for each pair. Shown are the median, the lowest and the highest of the rounds. The bare step is nothing
+but forward, backward with its all-reduce, and the optimizer, on batches that were made beforehand; "no all-reduce" is
+the same with each process by itself. The usual loop is what most published DDP examples have; Accelerate and Fabric
+are these libraries' quick starts on the same data. Everything goes into a file of benchmarks/results: every turn, the
+hardware, the versions.
 """
 import argparse
+import importlib.util
 import json
-import os
-import platform
-import re
-import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTENDERS = {
-    "bare step": ["benchmarks/bare_ddp.py"],
-    "train_DDP.py": ["train_DDP.py", "--output-dir", "{folder}"],
-    "usual loop": ["benchmarks/usual_ddp.py"],
-}
+sys.path.insert(0, str(ROOT))
+from benchmarks.turns import Contender, launch, machine, spread  # noqa: E402
+
+SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
+OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None), "usual loop": ("usual_ddp.py", None),
+          "Accelerate": ("accelerate_loop.py", "accelerate"), "Fabric": ("fabric_loop.py", "lightning_fabric")}
 
 
-def images_per_second(command, processes, folder):
-    """Return the images/s of a launch: the median of its epochs after the first."""
-    command = [part.format(folder=folder) for part in command]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    result = subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{result.stderr}")
-    speeds = [float(speed.replace(",", "")) for speed in re.findall(r"([\d,]+) images/s", result.stdout)]
-    return statistics.median(speeds[1:])
-
-
-def machine():
-    """Return what the figures depend on besides the code."""
-    name = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return {"cpu": name, "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
-            "commit": commit.stdout.strip()}
+def start(args):
+    """Return every contender by name, started; those whose library is missing are named and left out."""
+    shared = ["--dataset", args.dataset, "--data-path", args.data_path, "--model", args.model, "--epochs", "100000",
+              "--batch-size", str(args.batch_size), *(["--device", args.device] if args.device else [])]
+    found = {}
+    for name in [*OTHERS, *args.scripts]:
+        if name in OTHERS:
+            file, module = OTHERS[name]
+            if module and not importlib.util.find_spec(module):
+                print(f"without {name}: it is not installed (benchmarks/requirements.txt)")
+                continue
+            file, *extra = file.split()
+            command = launch(args.processes, f"benchmarks/{file}", *shared, *extra)
+        else:
+            extra = ["--output-dir", f"runs/floor/{name}"]
+            extra += ["--nprocs", str(args.processes)] if name == "train_mp.py" else []
+            extra += ["--accum-steps", "2"] if name == "train_grad_accum.py" else []
+            command = launch(0 if name == "train_mp.py" else args.processes, name, *shared, *extra)
+        found[name] = Contender(command)
+    if args.processes == 2:
+        found["train.py, 1 thread"] = Contender(
+            launch(0, "train.py", *shared, "--output-dir", "runs/floor/train.py"), threads=1)
+    return found
 
 
 def main():
@@ -54,33 +58,51 @@ def main():
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--data-path", default="data")
     parser.add_argument("--model", default="cnn")
-    parser.add_argument("--batch-size", default="128")
-    parser.add_argument("--epochs", default="8")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--device")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--epochs", type=int, default=4, help="that count, in each turn")
+    parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="train_amp.py too, on a machine that is fast at bf16")
     args = parser.parse_args()
-    shared = ["--dataset", args.dataset, "--data-path", args.data_path, "--model", args.model,
-              "--batch-size", args.batch_size, "--epochs", args.epochs]
 
-    folder = ROOT / "runs/floor"
-    rounds = []
-    for _ in tqdm(range(args.rounds), "rounds"):
-        rounds.append({name: images_per_second([*command, *shared], args.processes, folder)
-                       for name, command in CONTENDERS.items()})
+    found = start(args)
+    names = list(found)
+    try:
+        for number in tqdm(range(args.rounds), "rounds", disable=None):
+            for place in range(len(names)):
+                found[names[(place + number) % len(names)]].turn(args.epochs)
+    finally:
+        for contender in found.values():
+            contender.end()
 
-    print(f"{args.processes} processes, {args.dataset}, {args.model}, batch {args.batch_size}, "
-          f"{args.rounds} rounds of {args.epochs} epochs")
-    for name in CONTENDERS:
-        speeds = [speeds[name] for speeds in rounds]
-        print(f"{name:14} {statistics.median(speeds):8,.0f} images/s  ({min(speeds):,.0f} to {max(speeds):,.0f})")
+    print(f"{args.processes} processes, {args.dataset}, {args.model}, batch {args.batch_size}: medians of {args.rounds} "
+          f"rounds (lowest to highest)\n{'':20} {'images/s':>24}  {'of the bare step':>20}  {'start-up, s':>11}  "
+          f"{'between epochs, s':>17}")
+    table = {}
+    for name, contender in found.items():
+        over = [one / other for one, other in zip(contender.speeds, found["bare step"].speeds, strict=True)]
+        table[name] = {"images_per_second": spread(contender.speeds), "of_the_bare_step": spread(over),
+                       "start_up_seconds": contender.start_up, "between_epochs_seconds": spread(contender.between),
+                       "turns": contender.speeds}
+        speed, over = table[name]["images_per_second"], table[name]["of_the_bare_step"]
+        print(f"{name:20} {speed['median']:8,.0f} ({speed['lowest']:6,.0f} to {speed['highest']:6,.0f})  "
+              f"{over['median']:.2f} ({over['lowest']:.2f} to {over['highest']:.2f})  {contender.start_up:11.1f}  "
+              f"{table[name]['between_epochs_seconds']['median']:17.3f}")
+
     ratios = {}
-    for other in ("bare step", "usual loop"):
-        ratios[other] = sorted(speeds["train_DDP.py"] / speeds[other] for speeds in rounds)
-        print(f"train_DDP.py / {other:10} {statistics.median(ratios[other]):.2f}  "
-              f"({ratios[other][0]:.2f} to {ratios[other][-1]:.2f})")
-    path = ROOT / "benchmarks/results/floor.json"
+    pairs = [("train_DDP.py", other) for other in ("bare step", "usual loop", "Accelerate", "Fabric")]
+    for one, other in [*pairs, ("train_amp.py", "train_DDP.py"), ("train_DDP.py", "train.py, 1 thread"),
+                       ("no all-reduce", "train.py, 1 thread")]:
+        if one in found and other in found:
+            each = [a / b for a, b in zip(found[one].speeds, found[other].speeds, strict=True)]
+            ratios[f"{one} / {other}"] = spread(each)
+            ratio = ratios[f"{one} / {other}"]
+            print(f"{one} / {other:18} {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})")
+
+    path = ROOT / f"benchmarks/results/floor-{args.model}-{args.processes}-{args.device or 'default'}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "arguments": vars(args), "rounds": rounds, "ratios": ratios},
+    path.write_text(json.dumps({"machine": machine(), "arguments": vars(args), "table": table, "ratios": ratios},
                                indent=1) + "\n")
 
 

@@ -14,31 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchvision import transforms
+from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.usual import Pictures  # noqa: E402
 from common import cli, datasets, models, reduce  # noqa: E402
-
-
-class Pictures(Dataset):
-    """The arrays of a set, one PIL image at a time, as torchvision's data sets hand them out."""
-
-    def __init__(self, source):
-        self.images = source.images.permute(0, 2, 3, 1).squeeze(-1).contiguous().numpy()
-        self.labels = source.labels.tolist()
-        steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()] if source.augment else []
-        self.transform = transforms.Compose([*steps, transforms.ToTensor(),
-                                             transforms.Normalize(source.mean, source.std)])
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
 
 
 def main(args):

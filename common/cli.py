@@ -129,6 +129,7 @@ def report_errors():
     Exit codes: 2 for wrong usage, 1 for a failed run, 130 for an interrupt.
     """
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    sys.stdout.reconfigure(line_buffering=True)  # an epoch's line is in the log when the epoch is done, not at the end
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would talk after the one line
     several = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1
     who = f"rank {rank}: " if several else ""

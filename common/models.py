@@ -14,6 +14,7 @@ MODELS = ["cnn", "resnet18", "resnet34", "resnet50"]
 class CNN(nn.Module):
     """Three 5x5 convolutions of 16, 32 and 32 channels, each with a max-pool, then 128, 64 and `num_classes`.
 
+    ReLU after the max-pool gives the same values as before it, and works on a quarter of them.
     Takes images (N, C, H, W), normalised; gives logits (N, num_classes): softmax is cross_entropy's.
     """
 
@@ -21,9 +22,9 @@ class CNN(nn.Module):
         super().__init__()
         channels, height, width = image_shape
         self.features = nn.Sequential(
-            nn.Conv2d(channels, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(32, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(channels, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(32, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
         )
         self.hidden = nn.Sequential(
             nn.Linear(32 * (height // 8) * (width // 8), 128), nn.ReLU(),

@@ -1,0 +1,53 @@
+"""Hugging Face Accelerate's quick start: the same model, batches and optimizer; data as usual, in every sample.
+
+    torchrun --nproc-per-node=2 benchmarks/accelerate_loop.py --dataset digits --model cnn --batch-size 64 --epochs 5
+"""
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.usual import Pictures  # noqa: E402
+from common import datasets, models, reduce  # noqa: E402
+
+
+def main(args):
+    torch.set_num_threads(reduce.cores_per_process())
+    # without cpu=True, and no accelerator, each process would train a model of its own, in silence
+    accelerator = Accelerator(cpu=args.device == "cpu" or not torch.accelerator.is_available())
+    torch.manual_seed(0)
+    source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
+    loader = DataLoader(Pictures(source), args.batch_size // accelerator.num_processes, shuffle=True, drop_last=True)
+    model = models.create_model(args.model, source.num_classes, source.image_shape)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001, 0.9, weight_decay=1e-4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(1, args.epochs + 1):
+        start = time.perf_counter()
+        total_loss = 0
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            total_loss += loss.item()
+        seconds = time.perf_counter() - start
+        count = len(loader) * args.batch_size
+        accelerator.print(f"epoch {epoch:3}/{args.epochs}  {seconds:.3f} s  {count / seconds:,.0f} images/s")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--data-path", default="data")
+    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--device")
+    main(parser.parse_args())

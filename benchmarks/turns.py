@@ -1,0 +1,105 @@
+"""Measure several programs by turns: all are started, then one at a time runs for some epochs while the others stand.
+
+On a machine with neighbours the speed wanders by tens of percent within minutes. Programs run one after the other are
+then measured in different weather; programs that take turns of a second or two are measured in the same.
+"""
+import os
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+EPOCH = re.compile(r"^epoch +\d+/\d+ .*?([\d.]+) s  ([\d,]+) images/s")
+
+
+class Contender:
+    """One launch, started at once and stopped after its first epoch; its output is a line "epoch ..." for each epoch.
+
+    `start_up` is the time in seconds from the command to its first epoch's end, without that epoch's own seconds.
+    """
+
+    def __init__(self, command, threads=None):
+        self.errors = tempfile.TemporaryFile("w+")
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        begin = time.perf_counter()
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+                                        env=environment)
+        self.command = command
+        seconds, _ = self._next_epoch()
+        self.start_up = time.perf_counter() - begin - seconds
+        self.speeds, self.between = [], []
+        self._signal(psutil.Process.suspend)
+
+    def turn(self, epochs):
+        """Run for `epochs` epochs, besides the one that the last turn broke off; note and return their images/s."""
+        self._signal(psutil.Process.resume)
+        self._next_epoch()
+        speeds = []
+        last = time.perf_counter()
+        for _ in range(epochs):
+            seconds, speed = self._next_epoch()
+            now = time.perf_counter()
+            speeds.append(speed)
+            self.between.append(now - last - seconds)
+            last = now
+        self._signal(psutil.Process.suspend)
+        self.speeds.append(statistics.median(speeds))
+        return self.speeds[-1]
+
+    def end(self):
+        """End the launch, which has more epochs before it than it was asked for."""
+        for process in reversed(self._family()):
+            process.kill()
+        self.process.wait()
+
+    def _next_epoch(self):
+        for line in self.process.stdout:
+            match = EPOCH.match(line)
+            if match:
+                return float(match[1]), float(match[2].replace(",", ""))
+        self.errors.seek(0)
+        sys.exit(f"{' '.join(self.command)} ended early:\n{self.errors.read()}")
+
+    def _family(self):
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def _signal(self, what):
+        for process in self._family():
+            what(process)
+
+
+def launch(processes, script, *arguments):
+    """Return the command that starts `script` under torchrun, or by itself for no processes."""
+    if not processes:
+        return [sys.executable, script, *arguments]
+    with socket.create_server(("", 0)) as server:  # free now: --standalone's rendezvous does not like to stand still
+        port = server.getsockname()[1]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}",
+            script, *arguments]
+
+
+def spread(values):
+    """Return the median, the lowest and the highest of some numbers."""
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def machine():
+    """Return what figures depend on besides the code: hardware, versions, commit."""
+    name = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {"cpu": name, "cores": os.cpu_count(), "vectors": torch.backends.cpu.get_cpu_capability(), "gpu": gpu,
+            "python": platform.python_version(), "torch": torch.__version__, "commit": commit.stdout.strip(),
+            "date": time.strftime("%Y-%m-%d")}
