@@ -17,13 +17,13 @@ import atexit
 import os
 import time
 
+from common import cli, datasets, pairs, reduce
+
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms.v2 import functional as transforms
 from tqdm import tqdm
-
-from common import cli, datasets, pairs, reduce
 
 
 def parse_args():

@@ -14,6 +14,9 @@ import os
 import time
 
 # new #
+from common import cli, pairs, reduce
+
+# new #
 import numpy as np
 
 import torch
@@ -25,9 +28,6 @@ from torch.utils.data import DistributedSampler
 # new # no torchvision.transforms: DALI resizes, crops and flips
 
 from tqdm import tqdm
-
-# new #
-from common import cli, pairs, reduce
 
 # new # an extra, so it may be missing
 with cli.report_errors():

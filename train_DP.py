@@ -9,6 +9,8 @@ import atexit
 import math
 import time
 
+from common import checkpoint, cli, datasets, models
+
 import torch
 import torch.nn.functional as F
 
@@ -18,8 +20,6 @@ from torch.nn import DataParallel
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-
-from common import checkpoint, cli, datasets, models
 
 
 def parse_args():
@@ -75,7 +75,7 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = cli.select_device(args.device)
-    folder = checkpoint.make_folder(args.output_dir)
+    folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)

@@ -13,6 +13,8 @@ import time
 import os
 from datetime import timedelta
 
+from common import checkpoint, cli, datasets, models, reduce
+
 import torch
 import torch.nn.functional as F
 
@@ -22,8 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-
-from common import checkpoint, cli, datasets, models, reduce
 
 
 def parse_args():
@@ -92,7 +92,7 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = cli.select_device(args.device)
-    folder = checkpoint.make_folder(args.output_dir)
+    folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)

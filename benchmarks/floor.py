@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.turns import Contender, launch, machine, spread  # noqa: E402
 
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
-OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None), "usual loop": ("usual_ddp.py", None),
+OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None),
+          "usual loop": ("usual_ddp.py", None),
           "Accelerate": ("accelerate_loop.py", "accelerate"), "Fabric": ("fabric_loop.py", "lightning_fabric")}
 
 
@@ -63,7 +64,7 @@ def main():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--epochs", type=int, default=4, help="that count, in each turn")
-    parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="train_amp.py too, on a machine that is fast at bf16")
+    parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="also train_amp.py, where bf16 is fast")
     args = parser.parse_args()
 
     found = start(args)
@@ -76,8 +77,8 @@ def main():
         for contender in found.values():
             contender.end()
 
-    print(f"{args.processes} processes, {args.dataset}, {args.model}, batch {args.batch_size}: medians of {args.rounds} "
-          f"rounds (lowest to highest)\n{'':20} {'images/s':>24}  {'of the bare step':>20}  {'start-up, s':>11}  "
+    print(f"{args.processes} processes, {args.dataset}, {args.model}, batch {args.batch_size}: medians of {args.rounds}"
+          f" rounds (lowest to highest)\n{'':20} {'images/s':>24}  {'of the bare step':>20}  {'start-up, s':>11}  "
           f"{'between epochs, s':>17}")
     table = {}
     for name, contender in found.items():

@@ -1,1 +1,22 @@
-"""What the training scripts share: networks, data, checkpoints, one-line errors. No training loop lives here."""
+"""What the scripts share: networks, data, checkpoints, one-line errors. No training loop lives here.
+
+Imported before torch, whose import takes seconds: Ctrl-C during an import ends the process as it ends any program, and
+not with a traceback from the middle of somebody's module. Everywhere else it is the KeyboardInterrupt that it was.
+"""
+import os
+import signal
+import threading
+
+
+def _interrupt(number, frame):
+    while frame:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+if threading.current_thread() is threading.main_thread() \
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _interrupt)

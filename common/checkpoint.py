@@ -1,23 +1,43 @@
 """Checkpoints that a crash cannot tear and that loading cannot turn into running code."""
+import contextlib
 import os
 import pickle
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from common.cli import ProcessError, UsageError
-from common.reduce import is_main_process
+from common.reduce import agree, is_main_process
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_locks = []  # open as long as the process lives
 
 
-def make_folder(path):
-    """Make the folder `path` for a run's output if it is not there, and return it; UsageError where it cannot be."""
+def make_folder(path, lock=True):
+    """Make the folder `path` for a run's output if it is not there, and return it; UsageError where it cannot be.
+
+    With `lock` the main process keeps it to itself until it ends, however it ends: another run's main process is
+    refused. (The lock is the process's own; a loader's worker that lives on for a moment does not hold it.)
+    """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {path}: {error.strerror}") from None
     if not os.access(path, os.W_OK):
         raise UsageError(f"--output-dir {path}: not writable")
+    if lock and fcntl and is_main_process():
+        file = open(Path(path, ".lock"), "a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"--output-dir {path}: another run writes there; name another folder") from None
+        _locks.append(file)
     return Path(path)
 
 
@@ -28,9 +48,41 @@ def save_checkpoint(path, state, **values):
     `values` are plain Python values, so that the file loads with `weights_only=True`. Raises ProcessError when the
     file cannot be written (no space, no permission).
     """
-    path = Path(path)
+    _write(Path(path), _content(state, values))
+
+
+class BackgroundWriter:
+    """Saves checkpoints while training goes on: one at a time, in the order of the calls."""
+
+    def __init__(self):
+        self.pool, self.writing = ThreadPoolExecutor(1), None
+
+    def save(self, path, state, **values):
+        """Copy `state` and `values` now, then write them as `save_checkpoint` does; waits for the save before."""
+        self.wait()
+        content = _copy(_content(state, values))
+        self.writing = self.pool.submit(_write, Path(path), content)
+
+    def wait(self):
+        """Return when the last save is on disk; raises ProcessError if it failed."""
+        if self.writing:
+            self.writing.result()
+
+
+def _content(state, values):
+    return {name: part.state_dict() for name, part in state.items()} | values
+
+
+def _copy(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    return type(value)(map(_copy, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _write(path, content):
     temporary = path.with_name(f".{path.name}.tmp")
-    content = {name: part.state_dict() for name, part in state.items()} | values
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)
@@ -41,7 +93,8 @@ def save_checkpoint(path, state, **values):
         os.fsync(directory)
         os.close(directory)
     except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise ProcessError(f"cannot save {path}: {reason}; what was saved before is whole") from None
 
@@ -66,18 +119,24 @@ def load_file(option, path):
     return content
 
 
-def resume(path, output_dir, state):
+def resume(path, output_dir, state, progress=None):
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
 
     `path` is a file, None for nothing to resume, or "auto" for `last.pt` in `output_dir` if it is there. A checkpoint
-    of any variant will do: one without a `scaler` leaves the scaler as it is. Raises UsageError for a checkpoint that
-    does not fit.
+    of any variant will do: one without a `scaler` leaves the scaler as it is. `progress` is a dict that takes over
+    what the checkpoint has under its keys; without one a snapshot within an epoch is refused. Raises UsageError for a
+    checkpoint that does not fit, and where the processes did not all find the same one.
     """
     if path == "auto":
         path = Path(output_dir, "last.pt")
         path = path if path.exists() else None
-    if path is None:
-        return 1, -1.0
+    found = (1, -1.0) if path is None else _restore(path, state, progress)
+    if not agree((found, progress)):
+        raise UsageError("--resume: the processes found different checkpoints; all hosts need to see the same folder")
+    return found
+
+
+def _restore(path, state, progress):
     checkpoint = load_file("--resume", path)
     for name in [*state, "epoch", "accuracy", "best_accuracy"]:
         if name not in checkpoint and name != "scaler":
@@ -90,6 +149,13 @@ def resume(path, output_dir, state):
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"--resume {path}: its {name} is of another run: other --model, --dataset or"
                              " --freeze-layers?") from None
+    step = checkpoint.get("step", 0)
+    if step and progress is None:
+        raise UsageError(f"--resume {path}: a snapshot within an epoch; train_elastic.py goes on from it, and --weights"
+                         " takes its weights")
+    if progress is not None:
+        progress.update((name, checkpoint[name]) for name in progress.keys() & checkpoint.keys())
     if is_main_process():
-        print(f"resume {path}: epoch {checkpoint['epoch']} is done, accuracy {checkpoint['accuracy']:.4f}")
+        done = f"{step} steps of epoch {checkpoint['epoch'] + 1} are" if step else f"epoch {checkpoint['epoch']} is"
+        print(f"resume {path}: {done} done, best accuracy {checkpoint['best_accuracy']:.4f}")
     return checkpoint["epoch"] + 1, checkpoint["best_accuracy"]

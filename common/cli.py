@@ -1,18 +1,25 @@
 """The command line: arguments that are checked, and mistakes that end in one line instead of a traceback."""
 import argparse
 import contextlib
+import ctypes
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
 PATIENCE = 10  # seconds that a process which is not to blame leaves the launcher to end it
+STOPPED = 85  # exit code of a run that a signal stopped after a save: "start me again"
+
+_noted = threading.Event()
 
 
 class UsageError(Exception):
@@ -119,6 +126,38 @@ def peak_memory(device):
     return f"  {measure(device) / 2**20:,.0f} MiB" if measure else ""
 
 
+def note_signals(*numbers):
+    """From now on only note these signals, however often they come; return the `threading.Event` that says so."""
+    for number in numbers:
+        signal.signal(number, lambda *_: _noted.set())
+    return _noted
+
+
+def shield_worker(worker_id):
+    """In a DataLoader's worker (its `worker_init_fn`): heed SIGTERM from the training process alone, and no SIGUSR1.
+
+    Schedulers signal every process of a job. A worker that ended so would break the epoch that is to be saved.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows
+        return
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent):
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(128 + signal.SIGTERM)
+
+
+def stopped(epoch, step):
+    """Return the exit code of a run that a signal stopped after this step; the main process says so."""
+    if int(os.environ["RANK"]) == 0:
+        print(f"epoch {epoch}, step {step}: stopped by a signal and saved; the same command with --resume auto goes on")
+    return STOPPED
+
+
 @contextlib.contextmanager
 def report_errors():
     """End the process with one line on standard error for every failure that can be foreseen.
@@ -126,39 +165,74 @@ def report_errors():
     Of the processes of one launch the one that knows the cause speaks: the main process where all know it alike, else
     the one that met it, with its rank. The others, which at most notice that a connection broke, first give the
     launcher PATIENCE seconds to end them, and speak only if it does not. Anything unforeseen keeps its traceback.
-    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for an interrupt.
+    A process that no launcher watches over takes SIGTERM as it takes Ctrl-C: it ends what it started, then itself.
+    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
     """
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
     sys.stdout.reconfigure(line_buffering=True)  # an epoch's line is in the log when the epoch is done, not at the end
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would talk after the one line
     several = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1
     who = f"rank {rank}: " if several else ""
+    has_parent = multiprocessing.parent_process() is not None  # of mp.spawn, which speaks for it
+    if not several:
+        signal.signal(signal.SIGTERM, _interrupt)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # torchrun killed leaves nobody behind
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
         yield
     except ProcessError as error:
         _end(who + _last_line(error), error.exit_code)
     except (UsageError, RunError) as error:
         if rank:
-            time.sleep(PATIENCE)
-            sys.exit(error.exit_code)
-        _end(_last_line(error), error.exit_code)
+            _wait_to_be_ended()
+        _end(who * bool(rank) + _last_line(error), error.exit_code)
     except ProcessExitedException as error:  # of mp.spawn, in the parent: a process that failed has spoken already
         if error.exit_code < 0:
             name = signal.Signals(-error.exit_code).name
             _end(f"process {error.error_index} was ended by {name}; the others were stopped", 1)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        if rank:
-            sys.exit(130)
-        _end("interrupted", 130)
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut the clearing up short
+        code = error.args[0] if error.args else 128 + signal.SIGINT
+        if has_parent or rank:
+            sys.exit(code)
+        for process in multiprocessing.active_children():  # Ctrl-C has reached them too
+            if code != 130:
+                os.kill(process.pid, signal.SIGINT)
+            process.join(3)
+            process.terminate()
+        _end("interrupted" if code == 130 else "ended by SIGTERM", code)
     except torch.OutOfMemoryError as error:
         advice = "try a smaller --batch-size, or train_grad_accum.py"
         _end(f"{who}out of memory: {_first_line(error)} {advice}", 1)
     except RuntimeError as error:  # gloo raises the bare class, the other backends and the store a DistError
+        if "DataLoader worker" in str(error):
+            _end(f"{who}{_first_line(error)} (out of memory? fewer --workers take less)", 1)
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
+        late = "imed out" in str(error)
+        if not late or os.environ.get("LOCAL_RANK", "0") != "0":  # all on a host are late together: one of them speaks
+            _wait_to_be_ended()
+        advice = "look at the hosts, their network and --timeout" if late else "the first that failed says why"
+        _end(f"{who}{_where(error)}lost the other processes: {_first_line(error)} ({advice})", 1)
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt(128 + signal.SIGTERM)
+
+
+def _wait_to_be_ended():
+    if not _noted.is_set():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE)
-        _end(f"{who}lost the other processes: {_first_line(error)} (the first that failed says why)", 1)
+
+
+def _where(error):
+    # the training loop's own variables say how far it was
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "main" and "epoch" in frame.f_locals:
+            return f"epoch {frame.f_locals['epoch']}, step {frame.f_locals.get('step', 0)}: "
+    return ""
 
 
 def _end(line, exit_code):

@@ -32,6 +32,15 @@ def reduce_sum(tensor):
     return tensor
 
 
+def agree(value):
+    """Return whether all processes hold an equal (plain Python) value; every process must call it."""
+    if not dist.is_initialized():
+        return True
+    values = [None] * get_world_size()
+    dist.all_gather_object(values, value)
+    return all(other == value for other in values)
+
+
 def local_world_size():
     """Return how many processes of the launch share this machine, as the launcher says (1 where none does)."""
     if "LOCAL_WORLD_SIZE" in os.environ:

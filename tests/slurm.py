@@ -12,11 +12,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scontrol")
+PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}:/usr/sbin:/sbin"  # the batch files say "python"
 TAG = "# slurm test nodes"
 
 
@@ -29,7 +31,7 @@ def missing():
 
 
 def _find(name):
-    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    return shutil.which(name, path=PATH)
 
 
 def _free_ports(number):
@@ -77,7 +79,7 @@ def _daemons(folder, cores):
     (folder / "slurm.conf").write_text("".join(f"{name}={value}\n" for name, value in settings.items()) + nodes +
                                        "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
 
     def start(*command):
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

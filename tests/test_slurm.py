@@ -1,7 +1,11 @@
-"""train_DDP.py under a real srun, on two nodes."""
+"""train_DDP.py under a real srun, and the files of launch/ as they are, on a Slurm of two nodes."""
+import re
+import subprocess
+import time
+
 import pytest
 import slurm
-from conftest import PYTHON, TORCHRUN, distance, epochs, good, run
+from conftest import PYTHON, ROOT, TORCHRUN, distance, epochs, good, load, run, same
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")]
 ARGUMENTS = ["train_DDP.py", "--epochs", "2", "--batch-size", "96", "--lr", "0.0003"]
@@ -49,3 +53,69 @@ def test_a_batch_script_is_no_task(environment, tmp_path):
     good(run("sbatch", "--wait", "-N2", "-n2", "-o", tmp_path / "out", "--wrap", script, env=batch))
     said = (tmp_path / "out").read_text()
     assert said.startswith("1\n") and "1 process(es) x 1 micro-batch x 96" in said and len(epochs(said)) == 1
+
+
+class Job:
+    """A batch job, submitted as a user does from the folder of the scripts; its output grows in a file."""
+
+    def __init__(self, environment, log, *command):
+        self.environment, self.log = environment, log
+        said = subprocess.run(["sbatch", "--parsable", "-o", log, *map(str, command)], cwd=ROOT, env=environment,
+                              capture_output=True, text=True, check=True)
+        self.number = said.stdout.strip()
+
+    def ask(self, *command):
+        return subprocess.run(list(map(str, command)), env=self.environment, capture_output=True, text=True).stdout
+
+    def state(self):
+        found = re.search(r"JobState=(\w+)", self.ask("scontrol", "show", "job", self.number))
+        return found[1] if found else "GONE"
+
+    def said(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_for(self, condition, what, seconds=120):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds} s for {what}; {self.state()}\n{self.said()[-3000:]}"
+            time.sleep(0.1)
+
+    def complete(self):
+        """Wait for the job's end; return what it has written."""
+        self.wait_for(lambda: self.state() not in ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING"), "its end", 240)
+        assert self.state() == "COMPLETED", self.said()
+        return self.said()
+
+    def start_now(self):
+        """Take the two minutes from a requeued job that Slurm lets it wait."""
+        self.wait_for(lambda: self.state() == "PENDING", "the job to be requeued")
+        self.wait_for(lambda: not self.ask("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+                      and self.state() != "PENDING", "the second start")
+
+
+def test_the_batch_files_train_what_two_processes_train(environment, tmp_path):
+    good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", tmp_path / "plain"))
+    for name in ("srun", "torchrun"):
+        job = Job(environment, tmp_path / f"{name}.out", "-N2", "--ntasks-per-node=1", f"launch/{name}.sbatch",
+                  *ARGUMENTS, "--output-dir", tmp_path / name)
+        assert "2 process(es) x 1 micro-batch x 48" in job.complete()
+        assert distance(tmp_path / "plain/last.pt", tmp_path / name / "last.pt") < 1e-5
+
+
+def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
+    """A signal before the time limit, and a requeue from outside: each time it saves, and goes on at that step."""
+    arguments = ["-N2", "--ntasks-per-node=1", "launch/elastic.sbatch", *ARGUMENTS[1:], "--epochs", "12",
+                 "--log-every", "2", "--snapshot-every", "5", "--output-dir"]
+    Job(environment, tmp_path / "whole.out", *arguments, tmp_path / "whole").complete()
+    job = Job(environment, tmp_path / "elastic.out", *arguments, tmp_path / "elastic")
+    stop = "stopped by a signal and saved"
+    signals = ["scancel", "--signal=TERM"], ["scontrol", "requeue"], ["scancel", "--signal=USR1"]
+    for number, command in enumerate(signals):
+        job.wait_for(lambda: f"epoch {3 * number + 2:3}/" in job.said(), f"epoch {3 * number + 2}")  # noqa: B023
+        job.ask(*command, job.number)
+        job.start_now()
+        assert job.said().count(stop) == number + 1, job.said()
+    said = job.complete()
+    assert len(re.findall(r"^resume .* steps of epoch \d+ are done", said, re.M)) >= 1
+    assert said.count("resume ") == 3 and "error:" not in said.replace("srun: error:", "")
+    assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "elastic/last.pt"))

@@ -3,10 +3,13 @@ import json
 import os
 import re
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from conftest import LAUNCH, PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
+from live import Live, ours
 
 # A rate at which training is stable. Sums in another order differ by 1e-7, which now and then puts a ReLU on its other
 # side: a jump of up to 0.05 times the rate in some weight. At a high rate such jumps feed one another and grow.
@@ -21,6 +24,7 @@ RUNS = {
     "accum 1x2": ([PYTHON, "train_grad_accum.py", "--accum-steps", "2"]),
     "accum 2x4": ([*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py", "--accum-steps", "4"]),
     "accum 2x5": ([*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py", "--accum-steps", "5"]),
+    "elastic": ([*TORCHRUN, "--nproc-per-node=2", "train_elastic.py", "--snapshot-every", "5"]),
     # at a rate at which they learn more than the others
     "float32": ([*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--lr", "0.02"]),
     "bf16": ([*TORCHRUN, "--nproc-per-node=2", "train_amp.py", "--lr", "0.02", "--clip-norm", "100"]),
@@ -51,15 +55,58 @@ def runs(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.drill) if name == "accum 1x2" else name
+                                  for name in EXACT])
 def test_trains_the_same_model_as_the_baseline(runs, name):
     reference, variant = runs("train")[0], runs(name)[0]
     assert distance(reference / "epoch-001.pt", reference / "epoch-003.pt") > 2e-3  # it did train
     assert distance(reference / "epoch-003.pt", variant / "epoch-003.pt") < 1e-5
 
 
-def test_mp_is_ddp_bit_for_bit(runs):
-    assert same(load(runs("DDP2")[0] / "last.pt"), load(runs("mp2")[0] / "last.pt"))
+@pytest.mark.parametrize("name", ["mp2", "elastic"])
+def test_what_starts_or_saves_otherwise_is_ddp_bit_for_bit(runs, name):
+    assert same(load(runs("DDP2")[0] / "last.pt"), load(runs(name)[0] / "last.pt"))
+
+
+@pytest.fixture(scope="session")
+def stopped(runs, tmp_path_factory):
+    """Return a folder with the snapshot of a run that one signal to one of its two processes has stopped."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with Live(*command("elastic"), "--log-every", "1", "--output-dir", folder) as live:
+        live.wait_for("^epoch +1/")
+        rank1 = next(pid for pid in live.family() if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text())
+        os.kill(rank1, signal.SIGUSR1)
+        os.kill(rank1, signal.SIGUSR1)
+        said = live.wait_for("stopped by a signal and saved")
+        assert live.end(30) != 0 and ours(live.err) == []
+        assert re.search(r"exitcode *: 85", "\n".join(live.err))
+    content = load(folder / "last.pt")
+    assert said.startswith(f"epoch {content['epoch'] + 1}, step {content['step']}: ") and 0 < content["step"] < 15
+    return folder
+
+
+@pytest.mark.parametrize("processes", [2, 1, pytest.param(3, marks=pytest.mark.drill)])
+def test_a_stopped_run_goes_on_within_its_epoch(runs, stopped, tmp_path, processes):
+    """Bit for bit on as many processes, and to rounding on another number: no sample is left out or read twice."""
+    content = load(stopped / "last.pt")
+    shutil.copy(stopped / "last.pt", tmp_path)
+    again = [f"--nproc-per-node={processes}" if "--nproc" in part else part for part in command("elastic")]
+    result = good(run(*again, "--workers", "1", "--resume", "auto", "--output-dir", tmp_path))
+    assert f"{content['step']} steps of epoch {content['epoch'] + 1} are done" in result.out
+    if processes == 2:
+        assert same(load(tmp_path / "last.pt"), load(runs("elastic")[0] / "last.pt"))
+        whole, rest = epochs(runs("elastic")[1].out), epochs(result.out)
+        for left, right in zip(whole[-len(rest):], rest, strict=True):
+            assert left == pytest.approx(right, abs=2e-4)  # the loss too is that of the whole epoch
+    else:
+        assert distance(tmp_path / "last.pt", runs("elastic")[0] / "last.pt") < 1e-5
+
+
+def test_a_snapshot_is_for_the_script_that_can_use_it(stopped, tmp_path):
+    result = run(PYTHON, "train.py", "--resume", stopped / "last.pt", "--output-dir", tmp_path)
+    assert result.code == 2 and result.err == (
+        f"train.py: error: --resume {stopped / 'last.pt'}: a snapshot within an epoch; train_elastic.py goes on from"
+        " it, and --weights takes its weights\n")
 
 
 def test_bf16_reaches_the_accuracy_of_float32(runs):
@@ -73,7 +120,7 @@ def test_the_default_run_learns_the_digits(tmp_path):
     result = good(run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", cwd=folder))
     assert epochs(result.out)[-1]["accuracy"] >= 0.97
     assert sum(float(seconds) for seconds in re.findall(r"([\d.]+) s ", result.out)) < 60
-    assert {path.name.split(".")[0] for path in (tmp_path / "x/runs").iterdir()} == {"events", "best", "last"}
+    assert {path.name.split(".")[0] for path in (tmp_path / "x/runs").glob("[!.]*")} == {"events", "best", "last"}
 
 
 def test_one_line_says_what_the_run_is_and_one_each_epoch(runs):
@@ -101,7 +148,7 @@ def test_one_process_shows_one_bar(runs):
 
 def test_one_process_writes_each_file(runs):
     for name in ("train", "DDP2", "mp2"):
-        names = sorted(path.name for path in runs(name)[0].iterdir())
+        names = sorted(path.name for path in runs(name)[0].iterdir() if path.name != ".lock")
         events = [name for name in names if name.startswith("events.out.tfevents")]
         assert len(events) == 1
         assert set(names) - set(events) == {"best.pt", "last.pt", *(f"epoch-00{n}.pt" for n in range(1, 5))}
@@ -156,7 +203,7 @@ def test_two_and_two_epochs_are_four(runs, tmp_path, name):
 
 
 RING = {"train.py": "DDP2", "train_DP.py": "bf16", "train_DDP.py": "train", "train_mp.py": "accum 2x4",
-        "train_amp.py": "DP", "train_grad_accum.py": "mp2"}
+        "train_amp.py": "DP", "train_grad_accum.py": "mp2", "train_elastic.py": "DDP2"}
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +255,7 @@ def test_a_loss_that_is_not_finite_ends_all_processes_and_keeps_the_checkpoint(r
     assert result.code == 1
     assert said == ["train_DDP.py: error: epoch 1, step 4: the loss is nan; try a lower --lr"]
     assert (tmp_path / "last.pt").read_bytes() == before
-    assert sorted(path.suffix for path in tmp_path.iterdir() if "events" not in path.name) == [".pt"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*") if "events" not in path.name) == ["last.pt"]
 
 
 @pytest.mark.drill

@@ -1,0 +1,173 @@
+"""kill -9 of processes at random moments, and in the middle of saves: nothing that was saved is lost.
+
+    python tests/chaos.py --kills 50                       # some twenty minutes; writes tests/chaos.md
+    python tests/chaos.py --kills 5 --scripts train_mp.py --report -
+
+For each script an undisturbed run, then one that is killed again and again and started anew with --resume auto, until
+it is through. After every kill: all processes of the launch end by themselves, last.pt is whole, it is not older than
+what the run had reported or than it was before, and the next start goes on from it. In the end last.pt and best.pt are
+the undisturbed run's, bit for bit, optimizer and all.
+"""
+import argparse
+import collections
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conftest import PYTHON, TORCHRUN, load, same  # noqa: E402
+from live import Live  # noqa: E402
+
+EPOCHS = 6
+ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
+TWO = [*TORCHRUN, "--nproc-per-node=2"]
+COMMANDS = {
+    "train.py": [PYTHON, "train.py"],
+    "train_DDP.py": [*TWO, "train_DDP.py"],
+    "train_mp.py": [PYTHON, "train_mp.py"],
+    "train_amp.py": [*TWO, "train_amp.py", "--clip-norm", 1, "--batch-size", 480],  # bf16 is slow on most CPUs
+    "train_grad_accum.py": [*TWO, "train_grad_accum.py", "--accum-steps", 3],
+    "train_elastic.py": [*TWO, "train_elastic.py", "--snapshot-every", 3],
+}
+
+
+class Lost(AssertionError):
+    """Something was lost, torn or left behind."""
+
+
+def check(holds, what, live):
+    if not holds:
+        raise Lost(f"{what}\n{live.said()}")
+
+
+def position(path):
+    """Return how far the checkpoint at `path` is, as (epochs done, steps of the next); (0, 0) without one."""
+    if not path.exists():
+        return 0, 0
+    content = load(path)
+    return content["epoch"], content.get("step", 0)
+
+
+def wait_for_save(live, folder, skip):
+    """Return True in the middle of a save (the `skip`th from now), False if the run ends before."""
+    seen = set()
+    while live.process.poll() is None:
+        for entry in os.scandir(folder):
+            if entry.name.endswith(".tmp"):
+                if entry.name not in seen:
+                    seen.add(entry.name)
+                    skip -= 1
+                if skip < 0:
+                    return True
+    return False
+
+
+def one_life(command, folder, chance):
+    """Start a run and kill one of its processes; return what was killed, and when, or None if it was through first."""
+    arguments = [*command, *ARGUMENTS, "--output-dir", folder]
+    arguments += command[command.index("--batch-size"):] if "--batch-size" in command else []
+    before = position(folder / "last.pt")
+    with Live(*arguments) as live:
+        plan = chance.choice(["start-up", "any moment", "any moment", "in a save", "in a save"])
+        if plan == "start-up":
+            end = time.monotonic() + chance.uniform(0.5, 6)
+            while time.monotonic() < end and live.process.poll() is None:
+                time.sleep(0.01)
+        elif plan == "any moment":
+            live.wait_for("^cpu: batch|^epoch|Traceback")
+            end = time.monotonic() + chance.uniform(0, 4)
+            while time.monotonic() < end and live.process.poll() is None:
+                time.sleep(0.001)
+        else:
+            wait_for_save(live, folder, chance.randrange(4))
+        family = live.family()
+        if live.process.poll() is not None or not family:
+            check(live.end(30) == 0, f"the run failed by itself, exit code {live.process.returncode}", live)
+            return None
+        victim = chance.choice(family)
+        try:
+            who = "the launcher" if victim == family[0] and len(command) > 2 else "a process or loader's worker"
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            who = "nobody: it had just ended"
+        torn = [entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")]
+        code = live.end(40)
+        after = position(folder / "last.pt")
+        done = [int(line.split("/")[0].split()[1]) for line in live.out if line.startswith("epoch")
+                and "/" in line.split("  ")[0]]
+        resumed = [line for line in live.out if line.startswith("resume")]
+        if resumed:
+            named = re.search(r"(?:(\d+) steps of )?epoch (\d+) (?:is|are) done", resumed[0])
+            start = (int(named[2]) - 1, int(named[1])) if named[1] else (int(named[2]), 0)
+            check(start == before, f"went on from {start}, and {before} was saved", live)
+        check(after >= before, f"last.pt went back from {before} to {after}", live)
+        check(not done or after[0] >= done[-1], f"epoch {done[-1:]} was reported, and last.pt holds {after}", live)
+        if code == 0:  # what was killed did not matter any more
+            return None
+    return who, "in a save" if torn else plan.replace("in a save", "any moment")
+
+
+def disturb(script, kills, seed):
+    """Kill runs of a script so often; return a Counter of what was killed and when, and the number of runs."""
+    command = [str(part) for part in COMMANDS[script]]
+    chance = random.Random(f"{script} {seed}")
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder, "whole")
+        arguments = [*command, *ARGUMENTS, "--output-dir", whole]
+        arguments += command[command.index("--batch-size"):] if "--batch-size" in command else []
+        with Live(*arguments) as live:
+            check(live.end(300) == 0, "the undisturbed run failed", live)
+        done, runs = collections.Counter(), 0
+        while done.total() < kills:
+            runs += 1
+            disturbed = Path(folder, f"disturbed{runs}")
+            disturbed.mkdir()
+            while position(disturbed / "last.pt")[0] < EPOCHS:
+                if done.total() < kills:
+                    killed = one_life(command, disturbed, chance)
+                    done.update([killed] if killed else [])
+                    continue
+                with Live(*[str(disturbed) if part == whole else part for part in arguments]) as live:
+                    check(live.end(300) == 0, "the last start failed", live)
+            for name in ("last.pt", "best.pt"):
+                if not same(load(whole / name), load(disturbed / name)):
+                    raise Lost(f"{script}: {name} is not the undisturbed run's")
+    return done, runs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="over all scripts together")
+    parser.add_argument("--scripts", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", default=str(Path(__file__).with_name("chaos.md")), help="- for none")
+    args = parser.parse_args()
+    lines = []
+    for number, script in enumerate(args.scripts):
+        share = args.kills // len(args.scripts) + (number < args.kills % len(args.scripts))
+        begin = time.monotonic()
+        done, runs = disturb(script, share, args.seed)
+        by_moment = collections.Counter()
+        for (_, moment), count in done.items():
+            by_moment[moment] += count
+        launchers = sum(count for (who, _), count in done.items() if who == "the launcher")
+        lines.append(f"| `{script}` | {done.total()} | {by_moment['start-up']} | {by_moment['any moment']} | "
+                     f"{by_moment['in a save']} | {launchers} | {runs} | 0 | yes | {time.monotonic() - begin:.0f} |")
+        print(lines[-1], flush=True)
+    if args.report != "-":
+        command = f"python tests/chaos.py --kills {args.kills} --seed {args.seed}"
+        columns = ["script", "kills", "at start-up", "at any moment", "in a save", "of them the launcher",
+                   "runs completed", "saved epochs or snapshots lost", "final files bit-equal", "seconds"]
+        head = (f"# kill -9, at random\n\nWritten by `{command}` on {time.strftime('%Y-%m-%d')}; it stops at the first"
+                f" thing lost.\n\n| {' | '.join(columns)} |\n|---|{'---:|' * 7}---|---:|\n")
+        Path(args.report).write_text(head + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What happens to a run that is disturbed: it ends in one line, nothing is left behind, nothing saved is lost."""
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from conftest import LAUNCH, PYTHON, TORCHRUN, epochs, good, load, run, same
+from live import Live, ours
+
+DRILL = pytest.mark.drill
+LONG = ["--epochs", "1000", "--workers", "1", "--log-every", "2"]
+STARTS = {"train.py": [PYTHON, "train.py"], "train_mp.py": [PYTHON, "train_mp.py"],
+          "torchrun": [*TORCHRUN, "--nproc-per-node=2", "train_DDP.py"],
+          "launch": [*LAUNCH, "--nproc_per_node=2", "train_grad_accum.py"]}
+# where in the run the signal comes: the line after which it is sent; None when the last process imports torch
+STAGES = {"start": None, "headline": "^cpu: batch", "training": "^epoch +2/"}
+
+
+CASES = [(start, stage, "SIGINT") for start in STARTS for stage in STAGES if start != "launch" or stage == "training"]
+CASES += [(start, "training", "SIGTERM") for start in STARTS] + [("train_mp.py", "start", "SIGTERM")]
+
+
+@pytest.mark.parametrize(("start", "stage", "sent"), [
+    pytest.param(*case, marks=[] if case[0] == "train_mp.py" and case[1] == "training" else DRILL) for case in CASES])
+def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, stage, sent):
+    """Within 10 s, with one line of ours at most, no traceback of ours, an exit code that is not 0."""
+    with Live(*STARTS[start], *LONG, "--output-dir", tmp_path) as live:
+        if STAGES[stage]:
+            live.wait_for(STAGES[stage])
+        else:
+            while live.with_torch() < (1 if start == "train.py" else 3):
+                assert live.process.poll() is None, live.said()
+        if sent == "SIGINT":
+            live.interrupt()
+        else:
+            live.process.send_signal(signal.SIGTERM)
+        code = live.end(10)
+    assert code != 0
+    assert len(ours(live.err)) <= 1, live.err
+    assert "train_DDP.py\", line" not in live.said() and "train_grad_accum.py\", line" not in live.said()
+    if start in ("train.py", "train_mp.py"):  # a launcher reports besides
+        assert len([line for line in live.err if line.strip()]) <= 1, live.err
+        if stage != "start":  # so early, it ends as any program does
+            word = "interrupted" if sent == "SIGINT" else "ended by SIGTERM"
+            assert ours(live.err) == [f"{start}: error: {word}"], live.err
+            assert code == {"SIGINT": 130, "SIGTERM": 143}[sent]
+
+
+@DRILL
+def test_a_loss_that_is_no_number_on_one_process_ends_all(tmp_path):
+    """One bright picture among grey ones overflows a network made for it; only one process has it in its share."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from common import models
+
+    grey = np.full((224, 224, 3), (124, 116, 104), np.uint8)  # the mean that is subtracted: nearly 0 afterwards
+    for number in range(10):
+        folder = tmp_path / "data" / ("ash" if number % 2 else "beech")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(grey).save(folder / f"{number}.png")
+    torch.manual_seed(0)
+    model = models.create_model("cnn", 2, (3, 224, 224))
+    with torch.no_grad():
+        for name, factor in (("features.0.weight", 1e13), ("features.3.weight", 1e13), ("features.6.weight", 2e12)):
+            model.get_parameter(name).mul_(factor)
+    torch.save(model.state_dict(), tmp_path / "sensitive.pt")
+    command = [*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--dataset", "folder", "--data-path", tmp_path / "data",
+               "--batch-size", "8", "--epochs", "1", "--lr", "1e-30", "--log-every", "1", "--workers", "0"]
+    good(run(*command, "--output-dir", tmp_path / "out"))
+    before = (tmp_path / "out/last.pt").read_bytes()
+    command += ["--weights", tmp_path / "sensitive.pt", "--output-dir", tmp_path / "out"]
+    good(run(*command, "--evaluate"))  # all pictures grey: finite
+    files = sorted(tmp_path.glob("data/*/*.png"))
+    for file in files:  # which of them is in the first batch, and whose, is the shuffle's to say
+        Image.fromarray(np.full_like(grey, 255)).save(file)
+        result = run(*command)
+        Image.fromarray(grey).save(file)
+        said = ours(result.err.splitlines())
+        if result.code == 0 or "validation" in "".join(said):  # it is in the validation set or left out: the next one
+            continue
+        break
+    assert result.code == 1 and len(said) == 1, result.err
+    assert "epoch 1, step 1: the loss is " in said[0] and ("nan" in said[0] or "inf" in said[0])
+    assert "rank" not in said[0].split("error: ")[1][:6]
+    assert (tmp_path / "out/last.pt").read_bytes() == before
+
+
+@DRILL
+@pytest.mark.parametrize("script", ["train.py", "train_elastic.py"])
+def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_checkpoint(tmp_path, script):
+    if os.geteuid():
+        pytest.skip("needs root, to mount a small file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    # two checkpoints, not three
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1800k", "none", folder], check=True)
+    try:
+        command = [PYTHON, script, "--epochs", "2", "--output-dir", folder, "--workers", "0"]
+        result = run(*command)
+        assert result.code == 1
+        lines = [line for line in result.err.splitlines() if line.strip()]
+        assert len(lines) == 1 and "cannot save" in lines[0], result.err
+        assert "what was saved before is whole" in lines[0]
+        assert len(epochs(result.out)) == 1
+        kept = load(folder / "last.pt")
+        assert kept["epoch"] == 1 and not list(folder.glob(".*.tmp"))
+        shutil.copytree(folder, tmp_path / "large")
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    good(run(*command[:-4], "--output-dir", tmp_path / "large", "--workers", "0", "--resume", "auto"))
+    good(run(*command[:-4], "--output-dir", tmp_path / "whole", "--workers", "0"))
+    assert same(load(tmp_path / "large/last.pt"), load(tmp_path / "whole/last.pt"))
+
+
+@DRILL
+def test_a_killed_launcher_leaves_no_workers(tmp_path):
+    with Live(*STARTS["torchrun"], *LONG, "--output-dir", tmp_path) as live:
+        live.wait_for("^epoch +1/")
+        assert len(live.family()) >= 5  # the launcher, two processes, a loader's worker each
+        live.process.kill()
+        live.end(10)
+
+
+def test_one_output_folder_takes_one_run(tmp_path):
+    """A second run is refused, the first goes on; when it has ended, however it has, the folder is free."""
+    with Live(PYTHON, "train.py", *LONG, "--output-dir", tmp_path) as live:
+        live.wait_for("^epoch +1/")
+        second = run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path)
+        assert ours(second.err.splitlines()) == [
+            f"train_DDP.py: error: --output-dir {tmp_path}: another run writes there; name another folder"]
+        assert second.code == 1 and "epoch" not in second.out
+        measured = good(run(PYTHON, "train.py", "--evaluate", "--resume", "auto", "--output-dir", tmp_path))
+        assert "accuracy" in measured.out
+        live.process.kill()
+        live.end(10)
+    done = load(tmp_path / "last.pt")["epoch"]
+    third = good(run(PYTHON, "train.py", "--epochs", done + 1, "--resume", "auto", "--output-dir", tmp_path))
+    assert f"epoch {done} is done" in third.out
+
+
+@DRILL
+def test_four_runs_at_the_same_time(tmp_path, photos):
+    """Default ports, one data folder, an output folder each."""
+    common = ["--dataset", "folder", "--data-path", photos, "--epochs", "1", "--batch-size", "24", "--workers", "0"]
+    commands = [[PYTHON, "train.py"], [PYTHON, "train_mp.py"], [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"],
+                [*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py"]]
+    lives = [Live(*command, *common, "--output-dir", tmp_path / str(number)) for number, command in enumerate(commands)]
+    for number, live in enumerate(lives):
+        with live:
+            assert live.end(120) == 0, live.said()
+            assert load(tmp_path / str(number) / "last.pt")["epoch"] == 1
+            assert (tmp_path / str(number) / "class_indices.json").stat().st_size
+
+
+def test_nothing_is_loaded_that_could_run_code():
+    """Every torch.load in the project asks for weights only, and nothing unpickles by another way."""
+    import ast
+
+    from conftest import ROOT
+
+    calls = []
+    for path in [path for folder in (".", "common", "benchmarks", "launch") for path in (ROOT / folder).glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None)]
+                unsafe = {"pickle", "joblib", "shelve", "dill", "cloudpickle"} & set(names)
+                assert not unsafe or path.name == "checkpoint.py", f"{path.name}: imports {unsafe}"
+            function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if function in ("torch.load", "np.load", "pickle.load", "pickle.loads", "torch.jit.load"):
+                calls.append((path.name, function, {word.arg: ast.unparse(word.value) for word in node.keywords}))
+    assert [call[:2] for call in calls if call[1] != "np.load"] == [("checkpoint.py", "torch.load")]
+    assert all(call[2].get("weights_only") == "True" for call in calls if call[1] == "torch.load")
+    assert all(call[2].get("allow_pickle", "False") == "False" for call in calls if call[1] == "np.load")

@@ -1,0 +1,119 @@
+"""launch/hosts.sh on two hosts, which are two network namespaces here: no scheduler, real links to cut."""
+import os
+import re
+import signal
+import time
+
+import hosts
+import pytest
+from conftest import PYTHON, TORCHRUN, distance, good, load, run, same
+from live import Live, ours
+
+pytestmark = [pytest.mark.drill, pytest.mark.skipif(bool(hosts.missing()), reason=f"needs {hosts.missing()}")]
+ONE_EACH = {"PROCESSES_PER_HOST": "1", "PATH": f"{os.path.dirname(PYTHON)}:{os.environ['PATH']}"}
+ARGUMENTS = ["--batch-size", "96", "--lr", "0.0003", "--epochs", "3"]
+
+
+@pytest.fixture(scope="module")
+def both():
+    with hosts.pair() as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Return the folder of an undisturbed run of three epochs, two processes on this machine."""
+    folder = tmp_path_factory.mktemp("reference")
+    good(run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", *ARGUMENTS, "--output-dir", folder))
+    return folder
+
+
+def start(host, nodes, *command, **settings):
+    return Live(*host.command("bash", "launch/hosts.sh", nodes, "cook1", *command), env=ONE_EACH | settings)
+
+
+def workers(live, script):
+    """Return the pids of the training processes of a launch on one host."""
+    found = []
+    for pid in live.family():
+        try:
+            command = open(f"/proc/{pid}/cmdline").read().split("\0")
+            environment = open(f"/proc/{pid}/environ").read()
+        except OSError:
+            continue
+        if script in command and "torch.distributed.run" not in command and "LOCAL_RANK=" in environment:
+            found.append(pid)
+    return found
+
+
+def test_two_hosts_train_what_two_processes_train(both, reference, tmp_path):
+    command = ["train_DDP.py", *ARGUMENTS, "--output-dir", tmp_path]
+    with start(both[0], 2, *command) as first, start(both[1], 2, *command) as second:
+        assert first.end(120) == 0 and second.end(30) == 0, first.said() + second.said()
+        assert "2 process(es) x 1 micro-batch x 48" in first.said()
+    assert distance(reference / "last.pt", tmp_path / "last.pt") < 1e-5
+
+
+def test_a_killed_process_is_started_again_and_nothing_is_lost(both, tmp_path):
+    """kill -9 in the middle of an epoch, on the host that is not the master: bit-equal in the end."""
+    command = ["train_elastic.py", *ARGUMENTS, "--epochs", "8", "--resume", "auto", "--snapshot-every", "5"]
+    folders = tmp_path / "whole", tmp_path / "disturbed"
+    for folder in folders:
+        arguments = [2, *command, "--output-dir", folder]
+        with start(both[0], *arguments, MAX_RESTARTS="3") as first, \
+                start(both[1], *arguments, MAX_RESTARTS="3") as second:
+            if folder.name == "disturbed":
+                first.wait_for("^epoch +3/")
+                os.kill(workers(second, "train_elastic.py")[0], signal.SIGKILL)
+                first.wait_for("^resume ")
+            assert first.end(180) == 0 and second.end(60) == 0, first.said() + second.said()
+    assert same(load(folders[0] / "last.pt"), load(folders[1] / "last.pt"))
+
+
+def test_a_host_joins_and_leaves(both, tmp_path):
+    """One host begins, a second joins, then its launcher is ended: the weights are those of a run that nobody left."""
+    command = ["train_elastic.py", "--batch-size", "96", "--lr", "1e-5", "--epochs", "40", "--save-every", "20",
+               "--resume", "auto"]
+    good(run(*TORCHRUN, "--nproc-per-node=2", *command, "--output-dir", tmp_path / "whole", seconds=300))
+    arguments = ["1:2", *command, "--output-dir", tmp_path / "elastic"]
+    with start(both[0], *arguments, MAX_RESTARTS="9") as first:
+        first.wait_for("1 process.*x 96")
+        first.wait_for("^epoch +3/")
+        with start(both[1], *arguments, MAX_RESTARTS="9") as second:
+            first.wait_for("2 process.*x 48")
+            done = [line for line in first.out if line.startswith("resume")][-1]
+            epoch = int(re.search(r"epoch (\d+)", done)[1])
+            first.wait_for(f"^epoch +{epoch + 3}/")
+            second.process.terminate()
+            second.end(40)
+        assert first.end(300) == 0, first.said()
+    assert len([line for line in first.out if "1 process" in line]) == 2  # alone, together, alone
+    assert load(tmp_path / "elastic/last.pt")["epoch"] == 40
+    assert distance(tmp_path / "whole/epoch-020.pt", tmp_path / "whole/last.pt") > 1e-4  # it did train
+    assert distance(tmp_path / "whole/last.pt", tmp_path / "elastic/last.pt") < 1e-5
+
+
+def test_a_cut_link_ends_both_hosts_in_time(both, tmp_path):
+    """Both processes say within --timeout at which step they were and what to look at; nothing hangs on.
+
+    The last test of this file: the cable stays out. torchrun itself, on the host without the meeting point, may wait
+    for it for minutes; the training processes do not.
+    """
+    command = ["train_DDP.py", *ARGUMENTS, "--epochs", "1000", "--output-dir", tmp_path, "--timeout", "8"]
+    with start(both[0], 2, *command) as first, start(both[1], 2, *command) as second:
+        first.wait_for("^epoch +2/")
+        both[1].cut()
+        begin = time.monotonic()
+        said = [live.wait_for(r"train_DDP.py: error: rank \d: epoch", 20) for live in (first, second)]
+        assert time.monotonic() - begin < 8 + 4
+        for rank, line in enumerate(said):
+            assert re.search(rf"rank {rank}: epoch \d+, step \d+: lost the other processes", line), line
+            assert "network" in line and "--timeout" in line
+        for live in (first, second):
+            assert len(ours(live.err)) == 1
+        end = time.monotonic() + 10
+        while (left := workers(first, "train_DDP.py") + workers(second, "train_DDP.py")) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left
+    kept = load(tmp_path / "last.pt")
+    assert kept["epoch"] >= 2

@@ -1,0 +1,322 @@
+"""Train for longer than the machines last: snapshots within an epoch, a graceful stop on a signal, restarts.
+
+    torchrun --nproc-per-node=gpu --max-restarts=3 train_elastic.py --resume auto
+    torchrun --nnodes=1:2 --nproc-per-node=gpu --max-restarts=3 --rdzv-id=1 --rdzv-backend=c10d \
+        --rdzv-endpoint=HOST1:29400 train_elastic.py --resume auto
+    sbatch launch/elastic.sbatch
+
+SIGTERM and SIGUSR1 end it with exit code 85 after a snapshot; the same command goes on where it stopped, to the same
+weights bit for bit, or, on another number of processes, to the same but for rounding.
+
+Parent: train_DDP.py
+"""
+import atexit
+import math
+import time
+
+import os
+from datetime import timedelta
+
+# new #
+import signal
+import sys
+from itertools import islice
+
+from common import checkpoint, cli, datasets, models, reduce
+
+import torch
+import torch.nn.functional as F
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to learn")
+    parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
+    parser.add_argument("--weights", metavar="PATH", help="start from the tensors of this file that fit")
+    parser.add_argument("--freeze-layers", action="store_true", help="train the classifier alone")
+    parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="over ALL processes")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for a batch of 128; scales with it")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="last rate, as a fraction of --lr")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from the cores)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
+    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
+    parser.add_argument("--evaluate", action="store_true", help="only measure what was loaded")
+    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="steps per look at the loss")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="epochs per epoch-NNN.pt; 0: none")
+
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes' samples (GPU)")
+    parser.add_argument("--backend", help="nccl, gloo, ... (default: by device, nccl on CUDA, gloo on CPU)")
+    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for a process")
+    parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
+
+    # new #
+    parser.add_argument("--snapshot-every", type=cli.positive_int, default=100, help="steps per snapshot")
+
+    return parser.parse_args()
+
+
+# new # begins within an epoch; the order of its samples is that of the whole epoch
+class ResumableSampler(DistributedSampler):
+    first = 0
+
+    def __iter__(self):
+        return islice(super().__iter__(), self.first, None)
+
+
+@torch.inference_mode()
+def evaluate(model, loader, normalize, device):
+    """Return the mean loss, the accuracy and the top-5 accuracy over all samples, each counted once."""
+    model.eval()
+    sums = torch.zeros(4, device=device)
+    for images, labels in loader:
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        outputs = model(normalize(images))
+        loss = F.cross_entropy(outputs, labels, reduction="sum")
+        hits = outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]
+        sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
+        sums[3] += len(labels)
+
+    # sums over all processes are exact; a mean of the processes' means is not
+    dist.all_reduce(sums)
+
+    loss, correct, correct_top5, count = sums.tolist()
+    return loss / count, correct / count, correct_top5 / count
+
+
+def open_log(args, start_epoch, headline):
+    """Print what this run is, note its arguments in TensorBoard, and return TensorBoard's writer."""
+    print(headline)
+    writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
+    writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
+    atexit.register(writer.close)
+    return writer
+
+
+def main(args):
+    torch.manual_seed(args.seed)
+    device = cli.select_device(args.device)
+    folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
+
+    # new # a signal is only noted; the training loop ends when all processes know of it
+    stop = cli.note_signals(signal.SIGTERM, signal.SIGUSR1)
+    snapshots = checkpoint.BackgroundWriter()
+
+    # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
+    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
+    if args.batch_size > len(train_set):
+        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
+
+    # each process reads its share of every batch, in the order that train.py has too
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch_size = reduce.exact_share(args.batch_size, world_size)
+
+    # new #
+    sampler = ResumableSampler(train_set, seed=args.seed, drop_last=True)
+
+    options = datasets.loader_options(args.workers, device)
+
+    # new # a scheduler's signal may reach the loader's workers too: what it means is this process's business
+    options["worker_init_fn"] = cli.shield_worker
+
+    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
+
+    # and its share of the validation set; a DistributedSampler would repeat samples to even them out
+    val_loader = DataLoader(val_set, batch_size, sampler=range(rank, len(val_set), world_size), **options)
+
+    normalize = datasets.Normalize(train_set).to(device)
+
+    # Model
+    model = models.create_model(args.model, train_set.num_classes, train_set.image_shape)
+
+    # before the optimizer takes the parameters, and before layers are frozen
+    if args.sync_bn:
+        model = models.sync_batchnorm(model, device)
+
+    if args.weights:
+        models.load_weights(model, args.weights)
+    if args.freeze_layers:
+        models.freeze_layers(model)
+    model.to(device, memory_format=torch.channels_last)  # as convolutions are fastest
+
+    # Optimizer: the learning rate grows with the batch
+    lr = args.lr * args.batch_size / 128
+    optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    # new # how far the first epoch had come, if the checkpoint is a snapshot within one
+    progress = {"step": 0, "train_loss": 0.0}
+    start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state, progress)
+
+    # sends rank 0's weights to all processes here, and averages their gradients in each backward()
+    parallel_model = DistributedDataParallel(model, find_unused_parameters=args.find_unused_parameters)
+
+    if args.evaluate:
+        if not args.weights and start_epoch == 1:
+            raise cli.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
+        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
+
+        if not reduce.is_main_process():
+            return
+
+        print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
+        return
+
+    layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
+
+    headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
+
+    # one process writes
+    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+
+    for epoch in range(start_epoch, args.epochs + 1):
+        # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
+        train_set.set_epoch(epoch)
+
+        # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
+        sampler.set_epoch(epoch)
+        torch.manual_seed(args.seed + epoch + 1_000_000 * rank)
+
+        # new # what was done of this epoch before is skipped without being read
+        first_step, progress["step"] = progress["step"], 0
+        step, train_loss = first_step, progress["train_loss"]
+        sampler.first = first_step * batch_size
+
+        model.train()
+
+        # new #
+        loss_sum = torch.full((), train_loss * first_step, device=device)
+
+        start = time.perf_counter()
+
+        # one process shows a bar
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
+
+        # new # steps count from the epoch's beginning, and dropout follows from the step
+        bar.update(first_step)
+        for step, (images, labels) in enumerate(bar, first_step + 1):
+            torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
+
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+
+            # through DDP: its forward prepares what its backward sends
+            loss = F.cross_entropy(parallel_model(normalize(images)), labels)
+
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach()
+
+            # Reading the loss waits for the device: so now and then, not in every step
+
+            # new #
+            if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
+
+                continue
+
+            # the same number on all processes, so that all of them stop, or none
+
+            # new # a signal that one of them got travels with the loss
+            sums = torch.stack([loss_sum, torch.tensor(float(stop.is_set()), device=device)])
+            loss_total, stopping = reduce.reduce_sum(sums).tolist()
+            train_loss = loss_total / world_size / step
+
+            if not math.isfinite(train_loss):
+                raise cli.RunError(f"epoch {epoch}, step {step}: the loss is {train_loss}; try a lower --lr")
+            bar.set_postfix(loss=f"{train_loss:.4f}")
+
+            # new # the weights are copied now and written while training goes on
+            if stopping or step % args.snapshot_every == 0:
+                norm = torch.nn.utils.get_total_norm(model.parameters()).item()
+                if not math.isfinite(norm):
+                    raise cli.RunError(f"epoch {epoch}, step {step}: the weights' norm is {norm}")
+                values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss,
+                          "accuracy": best_accuracy, "best_accuracy": best_accuracy}
+                if reduce.is_main_process():
+                    snapshots.save(folder / "last.pt", state, **values)
+
+            # new # nobody leaves before the file is whole: where one process leaves, launchers end the others
+            if stopping:
+                snapshots.wait()
+                dist.barrier()
+                return cli.stopped(epoch, step)
+
+        seconds = time.perf_counter() - start
+
+        # BatchNorm's running statistics differ between processes: measure and save rank 0's
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
+        if not math.isfinite(val_loss):
+            raise cli.RunError(f"epoch {epoch}, step {step}: the validation loss is {val_loss}")
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+
+        # one process saves and prints
+        if not reduce.is_main_process():
+            continue
+
+        # new # a snapshot that is still being written is older than what comes now
+        snapshots.wait()
+
+        # Save: last.pt after the others, since it says that the epoch is done
+        values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
+        if accuracy > best_accuracy:
+            best_accuracy = accuracy
+            checkpoint.save_checkpoint(folder / "best.pt", state, **values)
+        if args.save_every and epoch % args.save_every == 0:
+            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", state, **values)
+        checkpoint.save_checkpoint(folder / "last.pt", state, **values)
+
+
+        # new #
+        speed = (len(train_loader) - first_step) * args.batch_size / seconds
+
+        scalars = {"loss": train_loss, "val_loss": val_loss, "accuracy": accuracy, "learning_rate": lr,
+                   "accuracy_top5": accuracy_top5, "seconds": seconds, "images_per_second": speed}
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, epoch)
+        writer.flush()
+        print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
+              f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
+              f"{speed:,.0f} images/s{cli.peak_memory(device)}")
+
+
+# the processes of one launch find each other
+def join_group(args):
+    # torchrun and torch.distributed.launch say who this process is; srun does so in its own words
+    os.environ.update(reduce.launch_environment())
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
+
+    # the device comes first: else every process would open a context on device 0
+    args.device = str(cli.select_device(args.device, local_rank))
+    torch.set_num_threads(reduce.cores_per_process())
+    backend = reduce.choose_backend(args.backend, args.device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    atexit.register(dist.destroy_process_group)
+
+
+if __name__ == "__main__":
+    with cli.report_errors():
+        args = parse_args()
+
+        join_group(args)
+
+
+        # new # 85 where it was stopped, so that a batch script knows to queue it again
+        sys.exit(main(args))
