@@ -18,7 +18,6 @@ import os
 from datetime import timedelta
 
 # new #
-import signal
 import sys
 from itertools import islice
 
@@ -112,7 +111,7 @@ def main(args):
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # new # a signal is only noted; the training loop ends when all processes know of it
-    stop = cli.note_signals(signal.SIGTERM, signal.SIGUSR1)
+    stop = cli.note_signals("SIGTERM", "SIGUSR1")
     snapshots = checkpoint.BackgroundWriter()
 
     # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time

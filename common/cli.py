@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 
 import torch
@@ -126,29 +125,40 @@ def peak_memory(device):
     return f"  {measure(device) / 2**20:,.0f} MiB" if measure else ""
 
 
-def note_signals(*numbers):
-    """From now on only note these signals, however often they come; return the `threading.Event` that says so."""
+def note_signals(*names):
+    """From now on only note these signals, however often they come; return the `threading.Event` that says so.
+
+    This thread blocks them, so that the loader's workers, whom it starts, inherit the block: see `shield_worker`.
+    """
+    numbers = {getattr(signal, name) for name in names if hasattr(signal, name)}  # Windows has no SIGUSR1
     for number in numbers:
-        signal.signal(number, lambda *_: _noted.set())
+        signal.signal(number, lambda *_: _noted.set())  # where a thread of torch's takes it
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        threading.Thread(target=_note, args=(numbers,), daemon=True).start()
     return _noted
 
 
+def _note(numbers):
+    while signal.sigwait(numbers):
+        _noted.set()
+
+
 def shield_worker(worker_id):
-    """In a DataLoader's worker (its `worker_init_fn`): heed SIGTERM from the training process alone, and no SIGUSR1.
+    """In a DataLoader's worker (its `worker_init_fn`): heed SIGTERM from the training process alone.
 
     Schedulers signal every process of a job. A worker that ended so would break the epoch that is to be saved.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows
-        return
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    elif hasattr(signal, "pthread_sigmask"):  # macOS
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _end_with_parent(parent):
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
-    os._exit(128 + signal.SIGTERM)
+    os._exit(0)
 
 
 def stopped(epoch, step):
@@ -222,9 +232,7 @@ def _interrupt(*_):
 
 
 def _wait_to_be_ended():
-    if not _noted.is_set():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(PATIENCE)
+    _noted.wait(PATIENCE)
 
 
 def _where(error):

@@ -45,7 +45,7 @@ def _free_ports(number):
 @contextlib.contextmanager
 def cluster(cores=4):
     """Start munged, slurmctld and two slurmd; yield the environment for srun and sbatch; end them."""
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o755)  # munge wants a socket that everybody can reach
         with _daemons(Path(folder), cores) as environment:
             yield environment
