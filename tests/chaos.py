@@ -56,15 +56,13 @@ def position(path):
 
 def wait_for_save(live, folder, skip):
     """Return True in the middle of a save (the `skip`th from now), False if the run ends before."""
-    seen = set()
+    before = set()
     while live.process.poll() is None:
-        for entry in os.scandir(folder):
-            if entry.name.endswith(".tmp"):
-                if entry.name not in seen:
-                    seen.add(entry.name)
-                    skip -= 1
-                if skip < 0:
-                    return True
+        now = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")}
+        skip -= len(now - before)
+        if skip < 0:
+            return True
+        before = now
     return False
 
 

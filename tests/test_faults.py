@@ -174,3 +174,15 @@ def test_nothing_is_loaded_that_could_run_code():
     assert [call[:2] for call in calls if call[1] != "np.load"] == [("checkpoint.py", "torch.load")]
     assert all(call[2].get("weights_only") == "True" for call in calls if call[1] == "torch.load")
     assert all(call[2].get("allow_pickle", "False") == "False" for call in calls if call[1] == "np.load")
+
+
+@DRILL
+@pytest.mark.parametrize("script", ["train_mp.py", "train_DDP.py", "train_elastic.py"])
+def test_nothing_is_lost_to_kills(script):
+    """A handful of kill -9, at moments that differ from day to day; `python tests/chaos.py --kills 50` has more."""
+    import datetime
+
+    import chaos
+
+    done, _ = chaos.disturb(script, 1, datetime.date.today().isoformat())
+    assert done.total() == 1
