@@ -112,8 +112,10 @@ def load_file(option, path):
         raise UsageError(f"{option} {path}: {error.strerror}") from None
     except pickle.UnpicklingError:
         raise UsageError(f"{option} {path}: not a file of tensors and plain values, so it is not loaded") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
-        raise UsageError(f"{option} {path}: torn, or not written by torch.save") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        newer = "maximum supported version" in str(error)
+        reason = f"written by a newer torch than {torch.__version__}" if newer else "torn, or not written by torch.save"
+        raise UsageError(f"{option} {path}: {reason}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{option} {path}: holds a {type(content).__name__}, not a checkpoint")
     return content

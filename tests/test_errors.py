@@ -3,6 +3,7 @@ import os
 import pickle
 import shutil
 import socket
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -55,6 +56,8 @@ MISTAKES = {
     "train.py --resume {tmp}/weights.pt": ["--resume {tmp}/weights.pt", "no 'optimizer'", "--weights"],
     "train.py --resume {tmp}/torn.pt": ["--resume {tmp}/torn.pt", "torn"],
     "train.py --resume {tmp}/void.pt": ["--resume {tmp}/void.pt", "torn"],
+    "train.py --resume {tmp}/newer.pt": ["--resume {tmp}/newer.pt", "a newer torch"],
+    "train.py --resume {tmp}/shapes.pt": ["--resume {tmp}/shapes.pt", "model", "--dataset"],
     "train.py --weights {tmp}/text.pt": ["--weights {tmp}/text.pt", "not"],
     "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "not loaded"],
     "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "not loaded"],
@@ -76,6 +79,8 @@ def mistakes(tmp_path_factory):
     """Make every mistake once, as many at a time as there are cores; return the folder, and command to result."""
     import torch
 
+    from common import models
+
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "empty").mkdir()
     (folder / "hollow/oak").mkdir(parents=True)
@@ -88,6 +93,11 @@ def mistakes(tmp_path_factory):
     (folder / "torn.pt").write_bytes(whole[:len(whole) // 2])
     (folder / "void.pt").write_bytes(b"")
     (folder / "text.pt").write_text("dear diary\n")
+    with zipfile.ZipFile(folder / "resnet.pt") as old, zipfile.ZipFile(folder / "newer.pt", "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry, b"99\n" if entry.filename.endswith("/version") else old.read(entry))
+    shapes = models.create_model("cnn", 3, (3, 224, 224)).state_dict()
+    torch.save(resnet | {"model": shapes}, folder / "shapes.pt")
     (folder / "code.pt").write_bytes(pickle.dumps(Code(folder / "ran"), protocol=2))
     torch.save({"model": Code(folder / "ran")}, folder / "zipped-code.pt")
 
