@@ -158,8 +158,11 @@ def main(args):
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # how far the first epoch had come, if the checkpoint is a snapshot within one
-    progress = {"step": 0, "train_loss": 0.0}
+    order = f"--batch-size {args.batch_size} --seed {args.seed}"
+    progress = {"step": 0, "train_loss": 0.0, "order": order}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state, progress)
+    if progress["order"] != order:
+        raise cli.UsageError(f"--resume: {progress['order']} began the epoch and has to end it, not {order}")
 
     # sends rank 0's weights to all processes here, and averages their gradients in each backward()
     parallel_model = DistributedDataParallel(model, find_unused_parameters=args.find_unused_parameters)
@@ -243,7 +246,7 @@ def main(args):
                 norm = torch.nn.utils.get_total_norm(model.parameters()).item()
                 if not math.isfinite(norm):
                     raise cli.RunError(f"epoch {epoch}, step {step}: the weights' norm is {norm}")
-                values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss,
+                values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss, "order": order,
                           "accuracy": best_accuracy, "best_accuracy": best_accuracy}
                 if reduce.is_main_process():
                     snapshots.save(folder / "last.pt", state, **values)

@@ -107,6 +107,11 @@ def test_a_snapshot_is_for_the_script_that_can_use_it(stopped, tmp_path):
     assert result.code == 2 and result.err == (
         f"train.py: error: --resume {stopped / 'last.pt'}: a snapshot within an epoch; train_elastic.py goes on from"
         " it, and --weights takes its weights\n")
+    result = run(PYTHON, "train_elastic.py", *SAME, "--batch-size", "64", "--resume", stopped / "last.pt",
+                 "--output-dir", tmp_path)
+    assert result.code == 2 and result.err == (
+        "train_elastic.py: error: --resume: --batch-size 96 --seed 3 began the epoch and has to end it, not"
+        " --batch-size 64 --seed 3\n")
 
 
 def test_bf16_reaches_the_accuracy_of_float32(runs):
