@@ -103,10 +103,29 @@ def table(content):
     return lines
 
 
+def floor_table(content):
+    """Return the lines that show what floor.py has found."""
+    args, where = content["arguments"], content["machine"]
+    lines = [f"By turns (`python benchmarks/floor.py`): {args['dataset']}, {args['model']}, batch {args['batch_size']},"
+             f" {args['processes']} processes; {where['gpu'] or where['cpu']}, {where['cores']} cores "
+             f"({where['vectors']}), torch {where['torch']}, commit {where['commit']}, {where['date']}; median of "
+             f"{args['rounds']} rounds (lowest to highest):", "",
+             "| what | images/s | of the bare step | start-up, s | between epochs, s |", "|---|---:|---:|---:|---:|"]
+    for name, row in content["table"].items():
+        speed, over = row["images_per_second"], row["of_the_bare_step"]
+        lines.append(f"| {name} | {speed['median']:,.0f} ({speed['lowest']:,.0f} to {speed['highest']:,.0f}) | "
+                     f"{over['median']:.2f} ({over['lowest']:.2f} to {over['highest']:.2f}) | "
+                     f"{row['start_up_seconds']:.1f} | {max(0, row['between_epochs_seconds']['median']):.2f} |")
+    lines.append("")
+    lines.append("; ".join(f"{name} {ratio['median']:.2f}" for name, ratio in content["ratios"].items()) + ".")
+    return lines
+
+
 def all_tables():
     """Return the text between README's marks: the tables of all committed results."""
-    contents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("compare-*.json"))]
-    return "\n" + "\n\n".join("\n".join(table(content)) for content in contents) + "\n\n"
+    tables = [form(json.loads(path.read_text())) for form, pattern in
+              ((table, "compare-*.json"), (floor_table, "floor-*.json")) for path in sorted(RESULTS.glob(pattern))]
+    return "\n" + "\n\n".join("\n".join(lines) for lines in tables) + "\n\n"
 
 
 def plot():

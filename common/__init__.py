@@ -1,10 +1,13 @@
 """What the scripts share: networks, data, checkpoints, one-line errors. No training loop lives here.
 
 Imported before torch, whose import takes seconds: Ctrl-C during an import ends the process as it ends any program, and
-not with a traceback from the middle of somebody's module. Everywhere else it is the KeyboardInterrupt that it was.
+not with a traceback from the middle of somebody's module. Everywhere else it is the KeyboardInterrupt that it was. And
+a process of torchrun's ends with torchrun, however that ends: it would wait for the others, or train on unseen.
 """
+import ctypes
 import os
 import signal
+import sys
 import threading
 
 
@@ -20,3 +23,6 @@ def _interrupt(number, frame):
 if threading.current_thread() is threading.main_thread() \
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _interrupt)
+
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -1,7 +1,6 @@
 """The command line: arguments that are checked, and mistakes that end in one line instead of a traceback."""
 import argparse
 import contextlib
-import ctypes
 import logging
 import math
 import multiprocessing
@@ -186,8 +185,6 @@ def report_errors():
     has_parent = multiprocessing.parent_process() is not None  # of mp.spawn, which speaks for it
     if not several:
         signal.signal(signal.SIGTERM, _interrupt)
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # torchrun killed leaves nobody behind
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
         yield
     except ProcessError as error:

@@ -101,7 +101,8 @@ class Live:
             pytest.fail(f"{' '.join(self.command)}: not at an end after {seconds} s\n{self.said()}")
         while (left := [pid for pid in family if alive(pid)]) and time.monotonic() < limit:
             time.sleep(0.02)
-        assert not left, f"{' '.join(self.command)}: left processes behind after {seconds} s"
+        names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in left if alive(pid)]
+        assert not left, f"{' '.join(self.command)}: left behind after {seconds} s: {names}\n{self.said()}"
         for reader in self._readers:
             reader.join(5)
         return self.process.returncode

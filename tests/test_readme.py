@@ -17,6 +17,13 @@ def test_the_blocks_stand_in_the_scripts():
         assert block in (ROOT / script).read_text(), f"{script}:\n{block}"
 
 
+def test_the_results_are_those_that_are_committed():
+    from benchmarks import compare
+
+    shown = README.split(compare.MARKS[0])[1].split(compare.MARKS[1])[0]
+    assert shown == compare.all_tables() and "| `train_DDP.py` |" in shown
+
+
 def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
     rows = re.findall(r"^\| \[`(\S+)`\]\((\S+)\) \| (\S+) \| .*? \| (\d+) \|", README, re.M)
     table = {script: (link, parent.strip("`"), int(lines)) for script, link, parent, lines in rows}
