@@ -1,6 +1,7 @@
 """The command line: arguments that are checked, and mistakes that end in one line instead of a traceback."""
 import argparse
 import contextlib
+import ctypes
 import logging
 import math
 import multiprocessing
@@ -143,11 +144,25 @@ def _note(numbers):
         _noted.set()
 
 
+def tie_worker(worker_id):
+    """In a DataLoader's worker (its `worker_init_fn`): end when the process that reads from it ends.
+
+    torch's own watchdog misses a death while the worker still starts, which under spawn takes seconds, and the worker
+    would stay for ever.
+    """
+    parent = multiprocessing.parent_process().pid
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def shield_worker(worker_id):
-    """In a DataLoader's worker (its `worker_init_fn`): heed SIGTERM from the training process alone.
+    """As `tie_worker`, and heed SIGTERM from the training process alone.
 
     Schedulers signal every process of a job. A worker that ended so would break the epoch that is to be saved.
     """
+    tie_worker(worker_id)
     if hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     elif hasattr(signal, "pthread_sigmask"):  # macOS

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import nn
 
-from common.cli import UsageError
+from common.cli import UsageError, tie_worker
 from common.reduce import cores_per_process, is_main_process
 
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
@@ -159,7 +159,7 @@ def loader_options(workers, device):
     if workers is None:
         workers = max(0, min(8, cores_per_process() - 1))
     return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type != "cpu",
-            "collate_fn": whole_batch}
+            "collate_fn": whole_batch, "worker_init_fn": tie_worker}
 
 
 def mix(*numbers):
