@@ -5,8 +5,8 @@
         --rdzv-endpoint=HOST1:29400 train_elastic.py --resume auto
     sbatch launch/elastic.sbatch
 
-SIGTERM and SIGUSR1 end it with exit code 85 after a snapshot; the same command goes on where it stopped, to the same
-weights bit for bit, or, on another number of processes, to the same but for rounding.
+SIGTERM and SIGUSR1 end it with exit code 85 after a snapshot; the same command goes on where it stopped, to
+the same weights bit for bit, or, on another number of processes, to the same but for rounding.
 
 Parent: train_DDP.py
 """
@@ -128,7 +128,7 @@ def main(args):
 
     options = datasets.loader_options(args.workers, device)
 
-    # new # a scheduler's signal may reach the loader's workers too: what it means is this process's business
+    # new # a scheduler's signal reaches the loader's workers too: they leave it to this process
     options["worker_init_fn"] = cli.shield_worker
 
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
@@ -208,7 +208,7 @@ def main(args):
         # one process shows a bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
 
-        # new # steps count from the epoch's beginning, and dropout follows from the step
+        # new # steps count from the epoch's beginning; dropout follows from the step
         bar.update(first_step)
         for step, (images, labels) in enumerate(bar, first_step + 1):
             torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
@@ -251,7 +251,7 @@ def main(args):
                 if reduce.is_main_process():
                     snapshots.save(folder / "last.pt", state, **values)
 
-            # new # nobody leaves before the file is whole: where one process leaves, launchers end the others
+            # new # nobody leaves before the file is whole: where one leaves, launchers end the others
             if stopping:
                 snapshots.wait()
                 dist.barrier()

@@ -95,7 +95,8 @@ def _write(path, content):
     except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
         raise ProcessError(f"cannot save {path}: {reason}; what was saved before is whole") from None
 
 

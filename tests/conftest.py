@@ -44,7 +44,8 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=180):
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in descendants(process.pid):  # torchrun's processes, in sessions of their own, hold our pipes open
+            os.kill(pid, signal.SIGKILL)
         out, err = process.communicate()
         pytest.fail(f"not at an end after {seconds} s: {' '.join(command)}\n{out[-2000:]}\n{(err or '')[-2000:]}")
     finally:
@@ -67,6 +68,22 @@ def _read_terminal(master, shown):
         except OSError:  # the last writer has closed it
             return
         shown.append(data.decode(errors="replace"))
+
+
+def descendants(process):
+    """Return a living process and all that descend from it, itself first."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rsplit(") ", 1)[1].split()[:2]
+        except OSError:
+            continue
+        if state not in "ZX":
+            parents.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = [process]
+    for pid in found:
+        found += parents.get(pid, [])
+    return found
 
 
 def processes_of_session(session):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, processes_of_session
+from conftest import ROOT, descendants, processes_of_session
 
 
 class Live:
@@ -64,18 +64,7 @@ class Live:
 
     def family(self):
         """Return the command's process and all that descend from it."""
-        parents = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, parent = stat.read_text().rsplit(") ", 1)[1].split()[:2]
-            except OSError:
-                continue
-            if state not in "ZX":
-                parents.setdefault(int(parent), []).append(int(stat.parent.name))
-        found = [self.process.pid] if self.process.poll() is None else []
-        for pid in found:
-            found += parents.get(pid, [])
-        return found
+        return descendants(self.process.pid) if self.process.poll() is None else []
 
     def with_torch(self):
         """Return how many of the family's processes have begun to import torch."""

@@ -1,4 +1,5 @@
 """What happens to a run that is disturbed: it ends in one line, nothing is left behind, nothing saved is lost."""
+import contextlib
 import os
 import shutil
 import signal
@@ -17,12 +18,13 @@ STARTS = {"train.py": [PYTHON, "train.py"], "train_mp.py": [PYTHON, "train_mp.py
 STAGES = {"start": None, "headline": "^cpu: batch", "training": "^epoch +2/"}
 
 
-CASES = [(start, stage, "SIGINT") for start in STARTS for stage in STAGES if start != "launch" or stage == "training"]
-CASES += [(start, "training", "SIGTERM") for start in STARTS] + [("train_mp.py", "start", "SIGTERM")]
+CASES = [("train_mp.py", stage, sent) for stage in STAGES for sent in ("SIGINT", "SIGTERM")]
+CASES += [("train.py", "start", "SIGINT"), ("train.py", "training", "SIGINT"), ("train.py", "training", "SIGTERM"),
+          ("torchrun", "start", "SIGINT"), ("torchrun", "training", "SIGTERM"), ("launch", "training", "SIGINT")]
 
 
 @pytest.mark.parametrize(("start", "stage", "sent"), [
-    pytest.param(*case, marks=[] if case[0] == "train_mp.py" and case[1] == "training" else DRILL) for case in CASES])
+    pytest.param(*case, marks=[] if case == ("train_mp.py", "training", "SIGINT") else DRILL) for case in CASES])
 def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, stage, sent):
     """Within 10 s, with one line of ours at most, no traceback of ours, an exit code that is not 0."""
     with Live(*STARTS[start], *LONG, "--output-dir", tmp_path) as live:
@@ -142,14 +144,15 @@ def test_one_output_folder_takes_one_run(tmp_path):
 
 
 @DRILL
-def test_four_runs_at_the_same_time(tmp_path, photos):
-    """Default ports, one data folder, an output folder each."""
+def test_five_runs_at_the_same_time(tmp_path, photos):
+    """Default ports, two of one script, one data folder, an output folder each."""
     common = ["--dataset", "folder", "--data-path", photos, "--epochs", "1", "--batch-size", "24", "--workers", "0"]
     commands = [[PYTHON, "train.py"], [PYTHON, "train_mp.py"], [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"],
-                [*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py"]]
-    lives = [Live(*command, *common, "--output-dir", tmp_path / str(number)) for number, command in enumerate(commands)]
-    for number, live in enumerate(lives):
-        with live:
+                [*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py"], [PYTHON, "train_mp.py"]]
+    with contextlib.ExitStack() as stack:
+        lives = [stack.enter_context(Live(*command, *common, "--output-dir", tmp_path / str(number)))
+                 for number, command in enumerate(commands)]
+        for number, live in enumerate(lives):
             assert live.end(120) == 0, live.said()
             assert load(tmp_path / str(number) / "last.pt")["epoch"] == 1
             assert (tmp_path / str(number) / "class_indices.json").stat().st_size
@@ -177,7 +180,7 @@ def test_nothing_is_loaded_that_could_run_code():
 
 
 @DRILL
-@pytest.mark.parametrize("script", ["train_mp.py", "train_DDP.py", "train_elastic.py"])
+@pytest.mark.parametrize("script", ["train_mp.py", "train_elastic.py"])
 def test_nothing_is_lost_to_kills(script):
     """A handful of kill -9, at moments that differ from day to day; `python tests/chaos.py --kills 50` has more."""
     import datetime

@@ -96,6 +96,15 @@ def job(name, script, source, *arguments, action="watch"):
     return {"name": name, "script": script, "arguments": arguments, "action": action}
 
 
+class Noted(SimpleNamespace):
+    """What a job has noted on one process; a test that asks for something else fails, and says what there is."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AssertionError(f"the job has noted no {name}, but {self.__dict__.get('error', list(vars(self)))}")
+
+
 def launch(folder, processes, jobs):
     """Run the jobs in one launch of the driver; return their results by name, one for each rank.
 
@@ -121,7 +130,7 @@ def launch(folder, processes, jobs):
                 process.kill()
     else:
         good(run(*TORCHRUN, f"--nproc-per-node={processes}", driver, ROOT, folder))
-    return {job["name"]: [SimpleNamespace(**torch.load(folder / f"{job['name']}-{rank}.pt"))
+    return {job["name"]: [Noted(**torch.load(folder / f"{job['name']}-{rank}.pt"))
                           for rank in range(processes)] for job in jobs}
 
 
@@ -177,10 +186,13 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, marked, few, pictures):
-    """What both loaders delivered on 1, 2 and 3 processes: {processes: {name: [result of each rank]}}."""
+    """What both loaders delivered on 1, 2 and 3 processes: {processes: {name: [result of each rank]}}.
+
+    Each launch is made when a test first asks for it.
+    """
     base = tmp_path_factory.mktemp("seen")
-    found = {}
-    for processes in (1, 2, 3):
+
+    def find(processes):
         jobs = []
         for script in BOTH:
             common = ["--resize", 0, "--crop", CROP, "--batch-size", BATCH]
@@ -205,8 +217,13 @@ def seen(tmp_path_factory, marked, few, pictures):
                                 "--batch-size", 4, "--workers", 1, action="train"))
             if processes == 3:
                 jobs.append(job(f"{script}-few", script, few, *common, "--split", "test", "--workers", 1))
-        found[processes] = launch(base / f"{processes}", processes, jobs)
-    return found
+        return launch(base / f"{processes}", processes, jobs)
+
+    class Seen(dict):
+        def __missing__(self, processes):
+            return self.setdefault(processes, find(processes))
+
+    return Seen()
 
 
 def describe(images, side):
@@ -331,7 +348,7 @@ def test_every_offset_and_every_flip_is_reached_on_train_and_the_centre_on_test(
 def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, script):
     whole = [batches(epoch) for epoch in seen[1][f"{script}-train"][0].epochs]
     for name in ("broken", "broken-workers"):
-        first, second, again, seventh = vars(seen[1][f"{script}-{name}"][0])["broken_off"]
+        first, second, again, seventh = seen[1][f"{script}-{name}"][0].broken_off
         assert batches(first) == whole[0][:1]
         assert batches(second) == whole[1] and batches(again) == whole[1] and batches(seventh) == whole[6]
 
@@ -364,7 +381,7 @@ def test_both_loaders_deliver_the_same_pixels(seen, split):
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_two_processes_train_on_it_through_ddp(seen, script):
-    one, other = (vars(result)["train"] for result in seen[2][f"{script}-ddp"])
+    one, other = (result.train for result in seen[2][f"{script}-ddp"])
     assert len(one[0]) == len(other[0]) == 3
     losses = [sum(pair) / 2 for pair in zip(one[0], other[0], strict=True)]
     assert losses[-1] < losses[0]

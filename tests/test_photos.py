@@ -1,5 +1,6 @@
 """A folder of pictures: augmentation, BatchNorm, workers, frozen layers."""
 import re
+import shutil
 
 import pytest
 from conftest import LAUNCH, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
@@ -10,7 +11,10 @@ RESNET = ["--dataset", "folder", "--model", "resnet18", "--batch-size", "24", "-
 
 @pytest.fixture(scope="module")
 def trained(photos, tmp_path_factory):
-    """Train ResNet-18 on the photos, frozen (one process; two) and whole (two processes): name to (folder, result)."""
+    """Train ResNet-18 on the photos, frozen (one process; two) and whole (two processes): name to (folder, result).
+
+    Each when a test first asks for it.
+    """
     folder = tmp_path_factory.mktemp("trained")
     two = [*TORCHRUN, "--nproc-per-node=2", "train_DDP.py"]
     commands = {
@@ -18,8 +22,13 @@ def trained(photos, tmp_path_factory):
         "frozen 2": [*two, "--freeze-layers", "--workers", "2"],
         "whole 2": [*two, "--workers", "0"],
     }
-    return {name: (folder / name, good(run(*command, *RESNET, "--data-path", photos, "--output-dir", folder / name)))
-            for name, command in commands.items()}
+
+    class Trained(dict):
+        def __missing__(self, name):
+            result = good(run(*commands[name], *RESNET, "--data-path", photos, "--output-dir", folder / name))
+            return self.setdefault(name, (folder / name, result))
+
+    return Trained()
 
 
 def test_with_augmentation_and_frozen_batchnorm_two_processes_train_the_same_model(trained):
@@ -46,7 +55,19 @@ def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
     assert accuracy == epochs(result.out)[-1]["accuracy"]
 
 
-@pytest.mark.parametrize("script", ["train_DDP.py", pytest.param("train_mp.py", marks=pytest.mark.drill)])
+def test_a_process_may_have_nothing_to_evaluate(photos, tmp_path):
+    """One picture for two processes (and so one class): nothing waits for both of them, BatchNorm's buffers neither."""
+    for split, numbers in (("train", range(4)), ("val", [4])):
+        (tmp_path / split / "ash").mkdir(parents=True)
+        for number in numbers:
+            shutil.copy(photos / "ash" / f"{number:02}.jpg", tmp_path / split / "ash")
+    result = run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", *RESNET, "--batch-size", "2", "--epochs", "1",
+                 "--workers", "0", "--timeout", "30", "--data-path", tmp_path, "--output-dir", tmp_path / "out")
+    assert len(epochs(good(result).out)) == 1
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("script", ["train_DDP.py", "train_mp.py"])
 def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(trained, photos, tmp_path, script):
     folder = trained["whole 2"][0]
     # under mp.spawn the workers start by spawn too, which takes seconds for each
@@ -58,12 +79,14 @@ def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(train
 
 
 @pytest.mark.drill
+@pytest.mark.drill
 def test_workers_start_by_spawn_as_on_macos_and_windows(trained, photos, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import multiprocessing\nmultiprocessing.set_start_method('spawn')\n")
     folder = trained["frozen 1"][0]
     result = good(run(PYTHON, "-c", "import multiprocessing; print(multiprocessing.get_start_method())",
                       env={"PYTHONPATH": str(tmp_path)}))
     assert result.out.strip() == "spawn"
-    good(run(PYTHON, "train.py", *RESNET, "--freeze-layers", "--workers", "2", "--data-path", photos, "--output-dir",
-             tmp_path, "--resume", folder / "epoch-001.pt", env={"PYTHONPATH": str(tmp_path)}))
+    result = run(PYTHON, "train.py", *RESNET, "--freeze-layers", "--workers", "2", "--data-path", photos,
+                 "--output-dir", tmp_path, "--resume", folder / "epoch-001.pt", env={"PYTHONPATH": str(tmp_path)})
+    assert (result.code, result.err) == (0, ""), "a worker ran the script instead of importing it"
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))

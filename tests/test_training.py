@@ -19,7 +19,7 @@ RUNS = {
     "train": ([PYTHON, "train.py", "--workers", "0"]),
     "DP": ([PYTHON, "train_DP.py", "--workers", "1"]),
     "DDP2": ([*LAUNCH, "--nproc_per_node=2", "train_DDP.py"]),
-    "DDP3": ([*TORCHRUN, "--nproc-per-node=3", "train_DDP.py"]),
+    "DDP3": ([*TORCHRUN, "--nproc-per-node=3", "train_DDP.py", "--find-unused-parameters"]),
     "mp2": ([PYTHON, "train_mp.py"]),
     "accum 1x2": ([PYTHON, "train_grad_accum.py", "--accum-steps", "2"]),
     "accum 2x4": ([*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py", "--accum-steps", "4"]),
@@ -151,6 +151,13 @@ def test_one_process_shows_one_bar(runs):
     assert re.search(r"epoch 4: .*loss=\d\.\d{4}", err)
 
 
+def test_unused_parameters_are_looked_for_when_asked_for(runs):
+    """DDP says of a model without any that looking was in vain: so it does look in the one run, not in the other."""
+    complaint = "did not find any unused parameters"
+    assert complaint in runs("DDP3")[1].err
+    assert complaint not in runs("DDP2")[1].err
+
+
 def test_one_process_writes_each_file(runs):
     for name in ("train", "DDP2", "mp2"):
         names = sorted(path.name for path in runs(name)[0].iterdir() if path.name != ".lock")
@@ -261,6 +268,22 @@ def test_a_loss_that_is_not_finite_ends_all_processes_and_keeps_the_checkpoint(r
     assert said == ["train_DDP.py: error: epoch 1, step 4: the loss is nan; try a lower --lr"]
     assert (tmp_path / "last.pt").read_bytes() == before
     assert sorted(path.name for path in tmp_path.glob("[!.]*") if "events" not in path.name) == ["last.pt"]
+
+
+def test_a_save_that_breaks_off_spares_what_was_saved(runs, tmp_path):
+    """No file may grow beyond 100 KiB (some shells count in KiB: 200), a third of a checkpoint at most."""
+    names = "best.pt", "last.pt"
+    for name in names:
+        shutil.copy(runs("train")[0] / name, tmp_path)
+    assert all((tmp_path / name).stat().st_size > 600 * 1024 for name in names)
+    before = [(tmp_path / name).read_bytes() for name in names]
+    limited = ["sh", "-c", 'ulimit -f 200 && exec "$@"', "sh", *command("train")]
+    result = run(*limited, "--epochs", "5", "--save-every", "0", "--resume", "auto", "--output-dir", tmp_path)
+    left = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt*")}
+    assert [left.get(name) for name in names] == before, f"of {names} there is left: {left.keys()}"
+    assert result.code == 1 and len(result.err.splitlines()) == 1, result.err
+    assert "cannot save" in result.err and "what was saved before is whole" in result.err
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 @pytest.mark.drill
