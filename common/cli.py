@@ -150,10 +150,9 @@ def tie_worker(worker_id):
     torch's own watchdog misses a death while the worker still starts, which under spawn takes seconds, and the worker
     would stay for ever.
     """
-    parent = multiprocessing.parent_process().pid
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; under forkserver the server's, which ends too
+    if not multiprocessing.parent_process().is_alive():
         os._exit(1)
 
 
@@ -164,7 +163,7 @@ def shield_worker(worker_id):
     """
     tie_worker(worker_id)
     if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(multiprocessing.parent_process().pid,), daemon=True).start()
     elif hasattr(signal, "pthread_sigmask"):  # macOS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
@@ -193,7 +192,8 @@ def report_errors():
     Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
     """
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
-    sys.stdout.reconfigure(line_buffering=True)  # an epoch's line is in the log when the epoch is done, not at the end
+    if hasattr(sys.stdout, "reconfigure"):  # an epoch's line is in the log when the epoch is done, not at the end
+        sys.stdout.reconfigure(line_buffering=True)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would talk after the one line
     several = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1))) > 1
     who = f"rank {rank}: " if several else ""

@@ -126,6 +126,7 @@ def test_a_killed_launcher_leaves_no_workers(tmp_path):
         live.end(10)
 
 
+@DRILL
 def test_one_output_folder_takes_one_run(tmp_path):
     """A second run is refused, the first goes on; when it has ended, however it has, the folder is free."""
     with Live(PYTHON, "train.py", *LONG, "--output-dir", tmp_path) as live:

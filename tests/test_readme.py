@@ -5,6 +5,7 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import markers
+import pytest
 from conftest import PYTHON, ROOT, good, run
 
 README = (ROOT / "README.md").read_text()
@@ -34,6 +35,7 @@ def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
     assert table == found
 
 
+@pytest.mark.drill
 def test_every_option_in_the_readme_and_the_docstrings_exists():
     """Each script's --help is asked once, and also shows that it starts without a device or data."""
     texts = README + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))

@@ -30,8 +30,8 @@ RUNS = {
     "bf16": ([*TORCHRUN, "--nproc-per-node=2", "train_amp.py", "--lr", "0.02", "--clip-norm", "100"]),
 }
 EXACT = [name for name in RUNS if name not in ("train", "float32", "bf16")]
-RESUMED = ["train", "DDP2", "mp2", "accum 2x5",
-           *(pytest.param(name, marks=pytest.mark.drill) for name in ("DP", "bf16"))]
+RESUMED = ["train", "DDP2", "accum 2x5",
+           *(pytest.param(name, marks=pytest.mark.drill) for name in ("mp2", "DP", "bf16"))]
 
 
 def command(name):
