@@ -176,6 +176,9 @@ def _end_with_parent(parent):
 
 def stopped(epoch, step):
     """Return the exit code of a run that a signal stopped after this step; the main process says so."""
+    for name in ("SIGTERM", "SIGUSR1"):  # when one process has left, a launcher signals the others, in their last moment
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     if int(os.environ["RANK"]) == 0:
         print(f"epoch {epoch}, step {step}: stopped by a signal and saved; the same command with --resume auto goes on")
     return STOPPED
