@@ -176,7 +176,7 @@ def _end_with_parent(parent):
 
 def stopped(epoch, step):
     """Return the exit code of a run that a signal stopped after this step; the main process says so."""
-    for name in ("SIGTERM", "SIGUSR1"):  # when one process has left, a launcher signals the others, in their last moment
+    for name in ("SIGTERM", "SIGUSR1"):  # where one process has left, launchers signal the others
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if int(os.environ["RANK"]) == 0:
