@@ -182,7 +182,7 @@ def test_nothing_is_loaded_that_could_run_code():
 
 
 @DRILL
-@pytest.mark.parametrize("script", ["train_mp.py", "train_elastic.py"])
+@pytest.mark.parametrize("script", ["train_elastic.py"])
 def test_nothing_is_lost_to_kills(script):
     """A handful of kill -9, at moments that differ from day to day; `python tests/chaos.py --kills 50` has more."""
     import datetime
