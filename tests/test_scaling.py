@@ -10,6 +10,7 @@ from conftest import PYTHON, ROOT, TORCHRUN, copy_out, distance, epochs, good, r
 sys.path.insert(0, str(ROOT))
 from benchmarks import scaling  # noqa: E402
 
+pytestmark = pytest.mark.drill
 RESULT = json.loads(scaling.RESULT.read_text())
 
 
@@ -90,7 +91,6 @@ def test_the_command_for_a_model_of_ones_own():
     assert len(rows) == 3 and all(row[0] == "100" and sorted(row, key=int, reverse=True) == row for row in rows)
 
 
-@pytest.mark.drill
 def test_the_two_lines_of_the_page_switch_bf16_gradients_on(tmp_path):
     block = re.search(r"```python\n(from .*)\n(    parallel_model.*)\n```", scaling.PAGE.read_text())
     accuracies = []
