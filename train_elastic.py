@@ -225,14 +225,12 @@ def main(args):
 
             # Reading the loss waits for the device: so now and then, not in every step
 
-            # new #
+            # new # and where a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
 
                 continue
 
-            # the same number on all processes, so that all of them stop, or none
-
-            # new # a signal that one of them got travels with the loss
+            # new # the same numbers on all processes: a signal that one of them got travels with the loss
             sums = torch.stack([loss_sum, torch.tensor(float(stop.is_set()), device=device)])
             loss_total, stopping = reduce.reduce_sum(sums).tolist()
             train_loss = loss_total / world_size / step
@@ -285,7 +283,6 @@ def main(args):
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", state, **values)
         checkpoint.save_checkpoint(folder / "last.pt", state, **values)
 
-
         # new #
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
 
@@ -318,7 +315,6 @@ if __name__ == "__main__":
         args = parse_args()
 
         join_group(args)
-
 
         # new # 85 where it was stopped, so that a batch script knows to queue it again
         sys.exit(main(args))

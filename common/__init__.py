@@ -11,6 +11,12 @@ import sys
 import threading
 
 
+def end_with_parent(number):
+    """Let the system send this process the signal `number` when its parent ends (on Linux; elsewhere, nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
 def _interrupt(number, frame):
     while frame:
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
@@ -24,5 +30,5 @@ if threading.current_thread() is threading.main_thread() \
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _interrupt)
 
-if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_parent(signal.SIGTERM)

@@ -1,7 +1,6 @@
 """The command line: arguments that are checked, and mistakes that end in one line instead of a traceback."""
 import argparse
 import contextlib
-import ctypes
 import logging
 import math
 import multiprocessing
@@ -14,6 +13,8 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
+
+from common import end_with_parent
 
 PATIENCE = 10  # seconds that a process which is not to blame leaves the launcher to end it
 STOPPED = 85  # exit code of a run that a signal stopped after a save: "start me again"
@@ -150,8 +151,7 @@ def tie_worker(worker_id):
     torch's own watchdog misses a death while the worker still starts, which under spawn takes seconds, and the worker
     would stay for ever.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; under forkserver the server's, which ends too
+    end_with_parent(signal.SIGKILL)  # under forkserver the server is the parent, and ends too
     if not multiprocessing.parent_process().is_alive():
         os._exit(1)
 
