@@ -6,10 +6,9 @@ Forward, backward with the gradient all-reduce, and the optimizer: no reading, n
 not even the all-reduce: each process trains by itself, which is as much as the cores can do at the same time. Prints
 images/s over all processes for each epoch, as the scripts do.
 """
-import argparse
+import atexit
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.contender import make_parser, time_epochs  # noqa: E402
 from common import cli, datasets, models, reduce  # noqa: E402
 
 
@@ -25,6 +25,7 @@ def main(args):
     device = cli.select_device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
     torch.set_num_threads(reduce.cores_per_process())
     dist.init_process_group(reduce.choose_backend(None, device))
+    atexit.register(dist.destroy_process_group)
     train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     normalize = datasets.Normalize(train_set).to(device)
     share = args.batch_size // dist.get_world_size()
@@ -40,8 +41,8 @@ def main(args):
     parallel_model = model if args.alone else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(models.parameter_groups(model, 1e-4), 0.001, 0.9)
     steps = len(train_set) // args.batch_size
-    for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()
+
+    def train_epoch(epoch):
         for step in range(steps):
             images, labels = batches[step % len(batches)]
             optimizer.zero_grad()
@@ -49,19 +50,11 @@ def main(args):
             loss.backward()
             optimizer.step()
         loss.item()  # waits for the device
-        seconds = time.perf_counter() - start
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch:3}/{args.epochs}  {seconds:.3f} s  {steps * args.batch_size / seconds:,.0f} images/s")
-    dist.destroy_process_group()
+
+    time_epochs(args, steps, train_epoch, show=dist.get_rank() == 0)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", default="cnn")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--device")
+    parser = make_parser(__doc__)
     parser.add_argument("--alone", action="store_true")
     main(parser.parse_args())

@@ -2,10 +2,8 @@
 
     torchrun --nproc-per-node=2 benchmarks/fabric_loop.py --dataset digits --model cnn --batch-size 64 --epochs 5
 """
-import argparse
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,7 +12,7 @@ from lightning_fabric import Fabric
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.usual import Pictures  # noqa: E402
+from benchmarks.contender import Pictures, make_parser, time_epochs  # noqa: E402
 from common import datasets, models, reduce  # noqa: E402
 
 
@@ -31,8 +29,8 @@ def main(args):
     optimizer = torch.optim.SGD(model.parameters(), 0.001, 0.9, weight_decay=1e-4)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
-    for epoch in range(1, args.epochs + 1):
-        start = time.perf_counter()
+
+    def train_epoch(epoch):
         total_loss = 0
         for images, labels in loader:
             optimizer.zero_grad()
@@ -40,17 +38,9 @@ def main(args):
             fabric.backward(loss)
             optimizer.step()
             total_loss += loss.item()
-        seconds = time.perf_counter() - start
-        count = len(loader) * args.batch_size
-        fabric.print(f"epoch {epoch:3}/{args.epochs}  {seconds:.3f} s  {count / seconds:,.0f} images/s")
+
+    time_epochs(args, len(loader), train_epoch, show=fabric.is_global_zero)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", default="cnn")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--device")
-    main(parser.parse_args())
+    main(make_parser(__doc__).parse_args())

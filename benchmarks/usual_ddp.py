@@ -5,10 +5,9 @@
 Each sample goes through PIL and torchvision's transforms, one at a time, in the main process (--workers 0) or in
 workers; the loss is averaged over the processes and shown in every step.
 """
-import argparse
+import atexit
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.usual import Pictures  # noqa: E402
+from benchmarks.contender import Pictures, make_parser, time_epochs  # noqa: E402
 from common import cli, datasets, models, reduce  # noqa: E402
 
 
@@ -27,6 +26,7 @@ def main(args):
     device = cli.select_device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
     torch.set_num_threads(reduce.cores_per_process())
     dist.init_process_group(reduce.choose_backend(None, device))
+    atexit.register(dist.destroy_process_group)
     source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     train_set = Pictures(source)
     sampler = DistributedSampler(train_set)
@@ -37,9 +37,9 @@ def main(args):
     model = models.create_model(args.model, source.num_classes, source.image_shape).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.001, 0.9, weight_decay=1e-4)
-    for epoch in range(1, args.epochs + 1):
+
+    def train_epoch(epoch):
         sampler.set_epoch(epoch)
-        start = time.perf_counter()
         mean_loss = torch.zeros(1, device=device)
         bar = tqdm(loader, disable=dist.get_rank() != 0)
         for step, (images, labels) in enumerate(bar):
@@ -51,20 +51,11 @@ def main(args):
             bar.desc = f"[epoch {epoch}] mean loss {mean_loss.item():.3f}"
             optimizer.step()
             optimizer.zero_grad()
-        seconds = time.perf_counter() - start
-        if dist.get_rank() == 0:
-            count = len(loader) * args.batch_size
-            print(f"epoch {epoch:3}/{args.epochs}  {seconds:.3f} s  {count / seconds:,.0f} images/s")
-    dist.destroy_process_group()
+
+    time_epochs(args, len(loader), train_epoch, show=dist.get_rank() == 0)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", default="cnn")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--device")
     main(parser.parse_args())
