@@ -4,6 +4,7 @@ import subprocess
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # early: its default arguments keep the group that is there, with threads that outlive it
 
 from common.cli import UsageError
 

@@ -253,6 +253,24 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs, tm
     assert said.split("accuracy ")[1] == f"{reported['accuracy']:.4f}  top5 {reported['top5']:.4f}"
 
 
+# a program around a script, which says at the very end what threads of the process are left
+LAST_THREADS = """
+import atexit, pathlib, runpy, sys
+tasks = pathlib.Path("/proc/self/task")
+atexit.register(lambda: print("threads:", sorted((task / "comm").read_text().strip() for task in tasks.iterdir())))
+sys.path[0], sys.argv = ".", sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_no_thread_of_the_backend_is_left_when_python_ends(runs, tmp_path):
+    """One that still holds a tensor then aborts the process, once in some launches, when all its work is done."""
+    said = good(run(PYTHON, "-c", LAST_THREADS, *RUNS["DDP2"][-1:], "--evaluate", "--weights",
+                    runs("train")[0] / "last.pt", "--backend", "gloo", "--output-dir", tmp_path)).out
+    threads = re.search(r"accuracy [\d.]+  .*\nthreads: (.+)", said)
+    assert threads and "python" in threads[1] and "gloo" not in threads[1], said
+
+
 @pytest.mark.drill
 def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
     shutil.copy(runs("train")[0] / "epoch-002.pt", tmp_path / "last.pt")
