@@ -168,7 +168,9 @@ def main(args):
     parallel_model = DistributedDataParallel(model, find_unused_parameters=args.find_unused_parameters)
 
     if args.evaluate:
-        if not args.weights and start_epoch == 1:
+        # new # what a snapshot holds in its first epoch is loaded, too
+        if not args.weights and start_epoch == 1 and not progress["step"]:
+
             raise cli.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
 

@@ -114,6 +114,14 @@ def test_a_snapshot_is_for_the_script_that_can_use_it(stopped, tmp_path):
         " --batch-size 64 --seed 3\n")
 
 
+def test_a_snapshot_of_the_first_epoch_can_be_measured(stopped, tmp_path):
+    import torch
+
+    torch.save(load(stopped / "last.pt") | {"epoch": 0}, tmp_path / "last.pt")
+    result = good(run(PYTHON, "train_elastic.py", *SAME, "--evaluate", "--resume", "auto", "--output-dir", tmp_path))
+    assert re.search(r"steps of epoch 1 are done, .*\nval_loss [\d.]+  accuracy 0\.\d+", result.out)
+
+
 @pytest.mark.drill
 def test_bf16_reaches_the_accuracy_of_float32(runs):
     reached = {name: epochs(runs(name)[1].out)[-1]["accuracy"] for name in ("bf16", "float32")}
