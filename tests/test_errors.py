@@ -65,7 +65,9 @@ MISTAKES = {
 RARER = {"train.py --lr nan", "train.py --lrf 1.5", "train.py --epoch 3", "train.py --batch-size 12.5",
          "train.py --evaluate --resume auto", "train.py --resume {tmp}/void.pt", "train.py --resume {tmp}/newer.pt",
          "train.py --weights {tmp}/text.pt", "train.py --dataset cifar10 --data-path {tmp}/file",
-         "train_mp.py --nnodes 2 --ip 127.0.0.1", "train_mp.py --port 70000"}
+         "train_mp.py --nnodes 2 --ip 127.0.0.1", "train_mp.py --port 70000", "train.py --batch-size 1439",
+         "train.py --dataset folder --data-path {tmp}/empty", "train.py --resume {tmp}/weights.pt",
+         "train.py --resume mistyped.pt", "train_DDP.py --backend smoke"}
 
 
 class Code:

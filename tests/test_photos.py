@@ -79,7 +79,6 @@ def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(train
 
 
 @pytest.mark.drill
-@pytest.mark.drill
 def test_workers_start_by_spawn_as_on_macos_and_windows(trained, photos, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import multiprocessing\nmultiprocessing.set_start_method('spawn')\n")
     folder = trained["frozen 1"][0]
