@@ -31,7 +31,7 @@ RUNS = {
 }
 EXACT = [name for name in RUNS if name not in ("train", "float32", "bf16")]
 RESUMED = ["train", "DDP2", "accum 2x5",
-           *(pytest.param(name, marks=pytest.mark.drill) for name in ("mp2", "DP"))]  # train_amp.py: with its scaler, below
+           *(pytest.param(name, marks=pytest.mark.drill) for name in ("mp2", "DP"))]  # train_amp.py: see fp16
 
 
 def command(name):
