@@ -102,7 +102,7 @@ class PairLoader:
         self.dataset.epoch.fill_(epoch)
         for batch in self.loader:
             # Bytes came from the workers, a quarter of what floats take
-            images, targets = batch.to(self.device, non_blocking=True).float().div_(127.5).sub_(1)
+            images, targets = batch.to(self.device, non_blocking=True).sub(127.5).div_(127.5)
             yield images, targets
 
 
