@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.turns import launch, machine, spread  # noqa: E402
+from benchmarks.turns import launch, machine, name_processes, spread  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 PLOT = RESULTS / "compare.png"
@@ -87,7 +87,7 @@ def table(content):
         runs.setdefault(run["script"], []).append(run)
     number = {len(each) for each in runs.values()}
     lines = [f"{args['dataset']}, {args['model']}, batch {args['batch_size']}, {args['epochs']} epochs, "
-             f"{content['processes']} processes; {where['gpu'] or where['cpu']}, {where['cores']} cores "
+             f"{name_processes(content['processes'])}; {where['gpu'] or where['cpu']}, {where['cores']} cores "
              f"({where['vectors']}), torch {where['torch']}, commit {where['commit']}, {where['date']}; median of "
              f"{'/'.join(map(str, sorted(number)))} (lowest to highest):", "",
              "| script | seconds per epoch | images/s | accuracy | peak memory |", "|---|---:|---:|---:|---:|"]
@@ -107,7 +107,7 @@ def floor_table(content):
     """Return the lines that show what floor.py has found."""
     args, where = content["arguments"], content["machine"]
     lines = [f"By turns (`python benchmarks/floor.py`): {args['dataset']}, {args['model']}, batch {args['batch_size']},"
-             f" {args['processes']} processes; {where['gpu'] or where['cpu']}, {where['cores']} cores "
+             f" {name_processes(args['processes'])}; {where['gpu'] or where['cpu']}, {where['cores']} cores "
              f"({where['vectors']}), torch {where['torch']}, commit {where['commit']}, {where['date']}; median of "
              f"{args['rounds']} rounds (lowest to highest):", "",
              "| what | images/s | of the bare step | start-up, s | between epochs, s |", "|---|---:|---:|---:|---:|"]

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.turns import Contender, launch, machine, spread  # noqa: E402
+from benchmarks.turns import Contender, launch, machine, name_processes, spread  # noqa: E402
 
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
 OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None),
@@ -77,9 +77,9 @@ def main():
         for contender in found.values():
             contender.end()
 
-    print(f"{args.processes} processes, {args.dataset}, {args.model}, batch {args.batch_size}: medians of {args.rounds}"
-          f" rounds (lowest to highest)\n{'':20} {'images/s':>24}  {'of the bare step':>20}  {'start-up, s':>11}  "
-          f"{'between epochs, s':>17}")
+    print(f"{name_processes(args.processes)}, {args.dataset}, {args.model}, batch {args.batch_size}: medians of "
+          f"{args.rounds} rounds (lowest to highest)\n{'':20} {'images/s':>24}  {'of the bare step':>20}  "
+          f"{'start-up, s':>11}  {'between epochs, s':>17}")
     table = {}
     for name, contender in found.items():
         over = [one / other for one, other in zip(contender.speeds, found["bare step"].speeds, strict=True)]

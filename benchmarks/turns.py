@@ -88,6 +88,11 @@ def launch(processes, script, *arguments):
             script, *arguments]
 
 
+def name_processes(number):
+    """Return "1 process" or "2 processes"."""
+    return f"{number} process" if number == 1 else f"{number} processes"
+
+
 def spread(values):
     """Return the median, the lowest and the highest of some numbers."""
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
