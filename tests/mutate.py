@@ -1,6 +1,6 @@
 """Put every pitfall of docs/pitfalls.md back, one at a time, and see the test that it names go red.
 
-    python tests/mutate.py                # all of them (half an hour on 2 cores), and the report
+    python tests/mutate.py                # all of them (20 minutes on 2 cores), and the report
     python tests/mutate.py D1 D2          # these alone, no report
 
 Each works on a copy of the repository, with the wrong lines in the place of the right ones, so that the working tree
