@@ -2,7 +2,7 @@
 
     pip install -r requirements.txt -r benchmarks/requirements.txt
     python benchmarks/compare.py                                             # digits: some five minutes on two cores
-    python benchmarks/compare.py --dataset fashion-mnist --rounds 1          # an hour
+    python benchmarks/compare.py --dataset fashion-mnist --rounds 1          # 25 minutes there
     python benchmarks/compare.py --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda
     python benchmarks/compare.py --show                                      # only the table and the plot
 
