@@ -2,6 +2,7 @@
 
     pip install -r requirements.txt -r benchmarks/requirements.txt
     python benchmarks/floor.py                                                    # some five minutes on two cores
+    python benchmarks/floor.py --model resnet18 --rounds 3 --epochs 1 --scripts train_DDP.py       # 25 minutes there
     python benchmarks/floor.py --model resnet18 --dataset fake --batch-size 512 --device cuda --processes 1
 
 All contenders are started; then, in each round, each trains a few epochs while the others stand still, and the round
@@ -9,7 +10,7 @@ gives one ratio for each pair. Shown are the median, the lowest and the highest 
 but forward, backward with its all-reduce, and the optimizer, on batches that were made beforehand; "no all-reduce" is
 the same with each process by itself. The usual loop is what most published DDP examples have; Accelerate and Fabric
 are these libraries' quick starts on the same data. Everything goes into a file of benchmarks/results: every turn, the
-hardware, the versions.
+hardware, the versions; an interruption loses only the round that it hits.
 """
 import argparse
 import importlib.util
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmarks.tables import RESULTS, file_name  # noqa: E402
 from benchmarks.turns import Contender, launch, machine, name_processes, spread  # noqa: E402
 
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
@@ -67,12 +69,20 @@ def main():
     parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="also train_amp.py, where bf16 is fast")
     args = parser.parse_args()
 
+    where = machine("train*.py", "common", "benchmarks/*.py")
     found = start(args)
     names = list(found)
     try:
         for number in tqdm(range(args.rounds), "rounds", disable=None):
             for place in range(len(names)):
                 found[names[(place + number) % len(names)]].turn(args.epochs)
+    except KeyboardInterrupt:
+        args.rounds = min(len(contender.speeds) for contender in found.values())
+        if not args.rounds:
+            sys.exit(130)
+        for contender in found.values():
+            del contender.speeds[args.rounds:]
+        print("\ninterrupted; the round that was not over does not count")
     finally:
         for contender in found.values():
             contender.end()
@@ -101,9 +111,8 @@ def main():
             ratio = ratios[f"{one} / {other}"]
             print(f"{one} / {other:18} {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})")
 
-    path = ROOT / f"benchmarks/results/floor-{args.model}-{args.processes}-{args.device or 'default'}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "arguments": vars(args), "table": table, "ratios": ratios},
+    path = RESULTS / file_name("floor", where, args.dataset, args.model, str(args.processes))
+    path.write_text(json.dumps({"machine": where, "arguments": vars(args), "table": table, "ratios": ratios},
                                indent=1) + "\n")
 
 

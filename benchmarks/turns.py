@@ -18,6 +18,7 @@ import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = 5  # seconds: the scripts print hundredths of one
 EPOCH = re.compile(r"^epoch +\d+/\d+ .*?([\d.]+) s  ([\d,]+) images/s")
 
 
@@ -37,21 +38,28 @@ class Contender:
         seconds, _ = self._next_epoch()
         self.start_up = time.perf_counter() - begin - seconds
         self.speeds, self.between = [], []
-        self._signal(psutil.Process.suspend)
+        self._pause()
 
     def turn(self, epochs):
-        """Run for `epochs` epochs, besides the one that the last turn broke off; note and return their images/s."""
+        """Run for `epochs` epochs and note the median of their images/s.
+
+        The pause fell into the first of them, soon after its start. Where an epoch takes more than LONG seconds, the
+        pause is taken off its time; else it does not count, and one more is run.
+        """
+        paused = time.perf_counter() - self.paused_at
         self._signal(psutil.Process.resume)
-        self._next_epoch()
         speeds = []
         last = time.perf_counter()
-        for _ in range(epochs):
+        while len(speeds) < epochs:
             seconds, speed = self._next_epoch()
             now = time.perf_counter()
-            speeds.append(speed)
-            self.between.append(now - last - seconds)
-            last = now
-        self._signal(psutil.Process.suspend)
+            whole = seconds <= now - last  # else its clock has counted the pause
+            true_seconds = seconds if whole else seconds - paused
+            if speeds or whole or true_seconds > LONG:
+                speeds.append(speed * seconds / true_seconds)
+                self.between.append(now - last - true_seconds)
+            last, paused = now, 0
+        self._pause()
         self.speeds.append(statistics.median(speeds))
         return self.speeds[-1]
 
@@ -60,6 +68,10 @@ class Contender:
         for process in reversed(self._family()):
             process.kill()
         self.process.wait()
+
+    def _pause(self):
+        self._signal(psutil.Process.suspend)
+        self.paused_at = time.perf_counter()
 
     def _next_epoch(self):
         for line in self.process.stdout:
@@ -98,13 +110,15 @@ def spread(values):
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def machine():
-    """Return what figures depend on besides the code: hardware, versions, commit."""
+def machine(*paths):
+    """Return what figures depend on: hardware, versions, and the last commit that changed `paths` (default: any)."""
     name = platform.processor()
     if Path("/proc/cpuinfo").exists():
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    asked = ["git", "log", "-1", "--format=%h"], ["git", "status", "--porcelain", "--untracked-files=no"]
+    commit, changes = (subprocess.run([*command, "--", *paths], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+                       for command in asked)
     return {"cpu": name, "cores": os.cpu_count(), "vectors": torch.backends.cpu.get_cpu_capability(), "gpu": gpu,
-            "python": platform.python_version(), "torch": torch.__version__, "commit": commit.stdout.strip(),
-            "date": time.strftime("%Y-%m-%d")}
+            "python": platform.python_version(), "torch": torch.__version__,
+            "commit": commit + "-dirty" * bool(changes), "date": time.strftime("%Y-%m-%d")}

@@ -19,10 +19,10 @@ def test_the_blocks_stand_in_the_scripts():
 
 
 def test_the_results_are_those_that_are_committed():
-    from benchmarks import compare
+    from benchmarks import tables
 
-    shown = README.split(compare.MARKS[0])[1].split(compare.MARKS[1])[0]
-    assert shown == compare.all_tables() and "| `train_DDP.py` |" in shown
+    shown = README.split(tables.MARKS[0])[1].split(tables.MARKS[1])[0]
+    assert shown == tables.all_tables() and "| `train_DDP.py` |" in shown
 
 
 def test_the_table_has_every_script_its_parent_and_its_number_of_lines():

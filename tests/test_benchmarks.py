@@ -1,0 +1,88 @@
+"""What makes README's tables runs, in a copy of the repository: its figures, of a busy machine, are not kept."""
+import json
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+from conftest import PYTHON, ROOT, descendants, good, run
+
+pytestmark = pytest.mark.drill
+COMPARE = [PYTHON, "benchmarks/compare.py", "--scripts", "train.py", "train_DP.py", "--rounds", "2", "--epochs", "1"]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Return a copy of the repository that has no results yet."""
+    for name in ("common", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for path in [ROOT / "README.md", *ROOT.glob("train*.py")]:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "benchmarks/results").mkdir()
+    return tmp_path
+
+
+def only_result(copy, kind):
+    """Return the content of the one file of results that a benchmark wrote."""
+    path, = (copy / "benchmarks/results").glob(f"{kind}-*.json")
+    return json.loads(path.read_text())
+
+
+def test_an_interrupted_comparison_goes_on_where_it_was(copy):
+    process = subprocess.Popen(COMPARE, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list((copy / "benchmarks/results").glob("compare-*.json")):
+        assert process.poll() is None, process.stderr.read()
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    first = only_result(copy, "compare")["runs"]
+    assert process.returncode == 0 and f"interrupted; {len(first)} runs are in" in out and "Traceback" not in err
+    assert not any(alive(pid) for pid in started)
+
+    good(run(*COMPARE, cwd=copy))
+    content = only_result(copy, "compare")
+    assert 1 <= len(first) < 4 and content["runs"][:len(first)] == first
+    assert sorted((one["script"], one["seed"]) for one in content["runs"]) == [
+        ("train.py", 0), ("train.py", 1), ("train_DP.py", 0), ("train_DP.py", 1)]
+    for one in content["runs"]:
+        assert 0.2 < one["accuracy"] <= 1 and one["images_per_second"] > 0
+        assert 200 < one["peak_mib"] < 5000  # of the process, torch and all: no accelerator counts it here
+    # on a CPU both scripts train alike: the plot and the table are of these runs
+    shown = re.findall(r"^\| `(\S+)` \| .*? \| .*? \| (.*?) \|", (copy / "README.md").read_text(), re.M)
+    assert dict(shown).keys() == {"train.py", "train_DP.py"} and len(set(dict(shown).values())) == 1
+    assert (copy / "benchmarks/results/compare.png").stat().st_size > 10_000
+
+
+def alive(pid):
+    """Return whether a process is there, and not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_the_contenders_take_turns(copy):
+    """Each of them trains, in every round, and one that cannot start is named."""
+    good(run(PYTHON, "benchmarks/floor.py", "--rounds", "2", "--epochs", "1", "--scripts", "train_DDP.py", cwd=copy))
+    content = only_result(copy, "floor")
+    assert list(content["table"]) == ["bare step", "no all-reduce", "usual loop", "Accelerate", "Fabric",
+                                      "train_DDP.py", "train.py, 1 thread"]
+    for row in content["table"].values():
+        assert len(row["turns"]) == 2 and min(row["turns"]) > 0 and row["start_up_seconds"] > 0
+    ratios = content["ratios"]
+    assert "train_DDP.py / usual loop" in ratios and "train_DDP.py / train.py, 1 thread" in ratios
+    result = run(PYTHON, "benchmarks/floor.py", "--rounds", "1", "--dataset", "nothing", cwd=copy)
+    assert result.code == 1 and "bare_ddp.py" in result.err and "ended early" in result.err
+
+
+def test_a_step_is_taken_apart(copy):
+    good(run(PYTHON, "benchmarks/step.py", "--rounds", "2", "--epochs", "3", cwd=copy))
+    content = only_result(copy, "step")
+    # by hand, for 28x28: three convolutions, three linear layers; twice as much backward, less the first layer's input
+    layers = [28 * 28 * 25 * 16, 14 * 14 * 25 * 16 * 32, 7 * 7 * 25 * 32 * 32, 288 * 128, 128 * 64, 64 * 10]
+    assert content["operations_per_image"] == 2 * (3 * sum(layers) - layers[0])
+    assert {"as the scripts", "fused optimizer"} <= set(content["steps"])
+    assert content["steps"]["as the scripts"]["times_as_fast"]["median"] == 1
+    assert 0 < content["script"]["waits"]["median"] < 1 and content["matrix_rate"]["float32"] > 1e9
