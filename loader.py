@@ -47,6 +47,8 @@ def parse_args():
 class PairDataset:
     """Pairs, decoded and cut when they are read: `uint8` (2, N, 3, crop, crop), images, then targets."""
 
+    most_workers = 8
+
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts = pair_list, cuts
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs, and see it
@@ -85,7 +87,7 @@ class PairLoader:
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
         self.sampler, self.device, self.epoch = sampler, device, 1
         self.dataset = PairDataset(pair_list, cuts)
-        options = datasets.loader_options(workers, device)
+        options = datasets.loader_options(workers, device, self.dataset)
         self.loader = DataLoader(self.dataset, batch_size, sampler=sampler, drop_last=cuts.train, **options)
 
     def __len__(self):

@@ -39,7 +39,7 @@ def parse_args():
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="last rate, as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from the cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
@@ -108,7 +108,7 @@ def main(args):
     if args.accum_steps > batch_size:
         raise cli.UsageError(f"--accum-steps {args.accum_steps}: only {batch_size} samples a process")
 
-    options = datasets.loader_options(args.workers, device)
+    options = datasets.loader_options(args.workers, device, train_set)
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
 
     # and its share of the validation set; a DistributedSampler would repeat samples to even them out

@@ -1,10 +1,10 @@
-"""Every training script as a user would launch it, side by side: the table and the plot of README.md.
+"""Every training script as a user would launch it, side by side: the tables and the plot of README.md.
 
     pip install -r requirements.txt -r benchmarks/requirements.txt
     python benchmarks/compare.py                                             # digits: some ten minutes on two cores
     python benchmarks/compare.py --dataset fashion-mnist --rounds 3          # 75 minutes there
     python benchmarks/compare.py --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda
-    python benchmarks/compare.py --show                                      # only the table and the plot
+    python benchmarks/compare.py --show                                      # only the tables and the plot
 
 Each run is a process of its own, or a launch of torchrun; a round has one run of each script with the same --seed, in
 another order each time. A run counts with the median of its epochs after the first, and the accuracy of its last; its
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.tables import RESULTS, SCRIPTS, all_tables, file_name, show  # noqa: E402
+from benchmarks.tables import RESULTS, SCRIPTS, compare_table, file_name, read, show  # noqa: E402
 from benchmarks.turns import launch, machine  # noqa: E402
 
 ALONE = ["train.py", "train_DP.py", "train_mp.py"]  # started by plain python
@@ -108,7 +108,7 @@ def main():
         except KeyboardInterrupt:
             print(f"\ninterrupted; {len(content['runs'])} runs are in {path.relative_to(ROOT)}")
     show()
-    print(all_tables())
+    print("\n\n".join("\n".join(compare_table(content)) for content in read("compare")))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,11 @@ OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --a
           "Accelerate": ("accelerate_loop.py", "accelerate"), "Fabric": ("fabric_loop.py", "lightning_fabric")}
 
 
-def start(args):
-    """Return every contender by name, started; those whose library is missing are named and left out."""
+def start(args, found):
+    """Start every contender and note it in `found` by its name; those whose library is missing are named, left out."""
     shared = ["--dataset", args.dataset, "--data-path", args.data_path, "--model", args.model, "--epochs", "100000",
               "--batch-size", str(args.batch_size), *(["--device", args.device] if args.device else [])]
-    found = {}
-    for name in [*OTHERS, *args.scripts]:
+    for name in ["bare step", *args.others, *args.scripts]:
         if name in OTHERS:
             file, module = OTHERS[name]
             if module and not importlib.util.find_spec(module):
@@ -53,7 +52,6 @@ def start(args):
     if args.processes == 2:
         found["train.py, 1 thread"] = Contender(
             launch(0, "train.py", *shared, "--output-dir", "runs/floor/train.py"), threads=1)
-    return found
 
 
 def main():
@@ -67,17 +65,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--epochs", type=int, default=4, help="that count, in each turn")
     parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="also train_amp.py, where bf16 is fast")
+    parser.add_argument("--others", nargs="*", choices=list(OTHERS)[1:], default=list(OTHERS)[1:])
     args = parser.parse_args()
 
     where = machine("train*.py", "common", "benchmarks/*.py")
-    found = start(args)
-    names = list(found)
+    found = {}
     try:
+        start(args, found)
+        names = list(found)
         for number in tqdm(range(args.rounds), "rounds", disable=None):
             for place in range(len(names)):
                 found[names[(place + number) % len(names)]].turn(args.epochs)
     except KeyboardInterrupt:
-        args.rounds = min(len(contender.speeds) for contender in found.values())
+        args.rounds = min((len(contender.speeds) for contender in found.values()), default=0)
         if not args.rounds:
             sys.exit(130)
         for contender in found.values():

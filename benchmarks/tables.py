@@ -1,4 +1,7 @@
-"""README's tables and the plot, made of the files of benchmarks/results by `python benchmarks/compare.py --show`."""
+"""The tables of README.md and docs/speed.md, and the plot, made of the files of benchmarks/results.
+
+`python benchmarks/compare.py --show` writes them.
+"""
 import json
 import re
 import statistics
@@ -88,12 +91,41 @@ def step_table(content):
     return lines
 
 
-def all_tables():
-    """Return the text between README's marks: the tables of all committed results."""
-    forms = {"compare": compare_table, "floor": floor_table, "step": step_table}
-    tables = [form(json.loads(path.read_text())) for kind, form in forms.items()
-              for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
-    return "\n" + "\n\n".join("\n".join(lines) for lines in tables) + "\n\n"
+def ratio_table(contents):
+    """Return the lines of one table with the ratios of all that floor.py has found."""
+    others = ["bare step", "usual loop", "Accelerate", "Fabric"]
+    lines = ["| task | " + " | ".join(f"/ {other}" for other in others) + " |", "|---|" + "---:|" * len(others)]
+    for content in contents:
+        args, where = content["arguments"], content["machine"]
+        ratios = [content["ratios"].get(f"train_DDP.py / {other}", {}) for other in others]
+        lines.append(f"| {args['model']}, {args['dataset']}, batch {args['batch_size']}, "
+                     f"{name_processes(args['processes'])}, {where['gpu'] or where['cpu']} | "
+                     + " | ".join(f"{ratio['median']:.2f}" if ratio else "-" for ratio in ratios) + " |")
+    return lines
+
+
+def read(kind):
+    """Return the contents of all files of results of this kind."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
+
+
+def pages():
+    """Return {page: [the text between each pair of marks on it]}, all made of the committed results."""
+    compared, ratios = map(compare_table, read("compare")), ratio_table(read("floor"))
+    floors, steps = map(floor_table, read("floor")), map(step_table, read("step"))
+    marked = {"README.md": [compared, [ratios]], "docs/speed.md": [floors, steps]}
+    return {page: ["\n" + "\n\n".join("\n".join(lines) for lines in tables) + "\n\n" for tables in parts]
+            for page, parts in marked.items()}
+
+
+def show():
+    """Write the pages' tables and the plot from what is committed."""
+    for page, parts in pages().items():
+        first, *rest = (ROOT / page).read_text().split(MARKS[0])
+        after = [text.split(MARKS[1])[1] for text in rest]
+        (ROOT / page).write_text(first + "".join(MARKS[0] + part + MARKS[1] + text
+                                                 for part, text in zip(parts, after, strict=True)))
+    plot()
 
 
 def plot():
@@ -126,11 +158,3 @@ def plot():
                                   f"{content['machine']['gpu'] or content['machine']['cpu']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(PLOT, dpi=80)
-
-
-def show():
-    """Write README's tables and the plot from what is committed."""
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(MARKS[0])
-    readme.write_text(before + MARKS[0] + all_tables() + MARKS[1] + rest.split(MARKS[1])[1])
-    plot()

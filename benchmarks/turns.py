@@ -35,7 +35,11 @@ class Contender:
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.errors, text=True,
                                         env=environment)
         self.command = command
-        seconds, _ = self._next_epoch()
+        try:
+            seconds, _ = self._next_epoch()
+        except BaseException:  # Ctrl-C too: nobody else knows of it yet
+            self.end()
+            raise
         self.start_up = time.perf_counter() - begin - seconds
         self.speeds, self.between = [], []
         self._pause()
@@ -65,8 +69,9 @@ class Contender:
 
     def end(self):
         """End the launch, which has more epochs before it than it was asked for."""
-        for process in reversed(self._family()):
-            process.kill()
+        if self.process.poll() is None:
+            for process in reversed(self._family()):
+                process.kill()
         self.process.wait()
 
     def _pause(self):

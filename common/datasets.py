@@ -64,6 +64,7 @@ class ArrayDataset:
         self.num_classes = 100 if name in ("cifar100", "fake") else 10
         self.image_shape = tuple(images.shape[1:])
         self.mean, self.std = COLOUR.get(name) or GREY[name]
+        self.most_workers = 2 if augment else 0  # a core gathers 500,000 images/s, augments 65,000; sending is slower
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers live through all epochs and see it
         self.draws = None
 
@@ -102,6 +103,7 @@ class FolderDataset:
 
     mean, std = COLOUR["folder"]
     image_shape = (3, 224, 224)
+    most_workers = 8
 
     def __init__(self, samples, num_classes, seed, augment=False):
         self.samples, self.num_classes = samples, num_classes
@@ -150,14 +152,15 @@ def whole_batch(batch):
     return batch
 
 
-def loader_options(workers, device):
+def loader_options(workers, device, dataset):
     """Return the DataLoader arguments that all loaders of a script share.
 
-    `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, at most
-    8. Workers stay alive between epochs, and batches are pinned where a device can then copy them without waiting.
+    `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, and not
+    more than pay for this `dataset`. Workers stay alive between epochs, and batches are pinned where a device can then
+    copy them without waiting.
     """
     if workers is None:
-        workers = max(0, min(8, cores_per_process() - 1))
+        workers = max(0, min(dataset.most_workers, cores_per_process() - 1))
     return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type != "cpu",
             "collate_fn": whole_batch, "worker_init_fn": tie_worker}
 

@@ -1,4 +1,6 @@
 """Which samples come when, and how they are augmented, follows from (seed, epoch, index) and from nothing else."""
+import os
+
 import pytest
 from conftest import PYTHON, ROOT, TORCHRUN, good, load, run
 
@@ -13,9 +15,11 @@ from common import datasets
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 full, _ = datasets.create_datasets("fake", "", 0, "")
 train_set = datasets.ArrayDataset("fake", full.images[:62], full.labels[:62], 7, augment=True)
+default = datasets.loader_options(None, torch.device("cpu"), train_set)["num_workers"]
+torch.save(default, f"{sys.argv[2]}/{world_size}-{rank}-default.pt")
 for workers in (0, 1, 2):
     sampler = DistributedSampler(train_set, world_size, rank, seed=7, drop_last=True)
-    options = datasets.loader_options(workers, torch.device("cpu"))
+    options = datasets.loader_options(workers, torch.device("cpu"), train_set)
     loader = DataLoader(train_set, 12 // world_size, sampler=sampler, drop_last=True, **options)
     for epoch in (1, 2, 1):
         train_set.set_epoch(epoch)
@@ -40,6 +44,7 @@ def read(tmp_path_factory):
         shares = [load(folder / f"{processes}-{rank}-{workers}-{epoch}.pt") for rank in range(processes)]
         return [torch.stack(batch, 1).flatten(0, 1) for batch in zip(*shares, strict=True)]
 
+    get.default_workers = {processes: load(folder / f"{processes}-0-default.pt") for processes in (1, 2, 3)}
     return get
 
 
@@ -53,6 +58,12 @@ def test_the_same_batches_on_any_number_of_processes_and_workers(read):
             for workers in (0, 1, 2):
                 batches = read(processes, workers, epoch)
                 assert all(torch.equal(left, right) for left, right in zip(reference, batches, strict=True))
+
+
+def test_by_default_a_core_is_left_to_each_process_and_workers_have_the_others(read):
+    cores = len(os.sched_getaffinity(0))
+    assert read.default_workers == {1: min(2, cores - 1), 2: max(0, min(2, cores // 2 - 1)),
+                                    3: max(0, min(2, cores // 3 - 1))}
 
 
 def test_epochs_differ_in_order_and_in_augmentation(read):
