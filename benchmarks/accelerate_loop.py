@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate's quick start: the same model, batches and optimizer; data as usual, in every sample.
+"""Hugging Face Accelerate's quick start: the same model and batches; plain SGD, torch's own layout, data as usual.
 
     torchrun --nproc-per-node=2 benchmarks/accelerate_loop.py --dataset digits --model cnn --batch-size 64 --epochs 5
 """
@@ -16,9 +16,9 @@ from common import datasets, models, reduce  # noqa: E402
 
 
 def main(args):
-    torch.set_num_threads(reduce.cores_per_process())
     # without cpu=True, and no accelerator, each process would train a model of its own, in silence
     accelerator = Accelerator(cpu=args.device == "cpu" or not torch.accelerator.is_available())
+    torch.set_num_threads(reduce.cores_per_process())  # after Accelerator(), which counts them otherwise
     torch.manual_seed(0)
     source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     loader = DataLoader(Pictures(source), args.batch_size // accelerator.num_processes, shuffle=True, drop_last=True)

@@ -31,7 +31,8 @@ def main(args):
     share = args.batch_size // dist.get_world_size()
     batches = []
     for index in range(4):  # few enough to stay in a cache's reach, as a loader's fresh batches do
-        images, labels = train_set.__getitems__(list(range(index * share, (index + 1) * share)))
+        samples = range(index * share, (index + 1) * share)
+        images, labels = train_set.__getitems__([sample % len(train_set) for sample in samples])
         images = normalize(images.to(device)).contiguous(memory_format=torch.channels_last)
         batches.append((images, labels.to(device)))
 

@@ -11,7 +11,7 @@ another order each time. A run counts with the median of its epochs after the fi
 peak memory is that of its tensors on an accelerator, on a CPU the resident set of its largest process. What has run is
 kept in a file of benchmarks/results, one for each machine and task, after every run: an interruption loses only the
 run that it hits, and the next call makes the runs that are still missing, if hardware, versions, the scripts' code and
-the arguments are the same; if not, it begins the file anew.
+the arguments are the same and committed; if not, it begins the file anew.
 """
 import argparse
 import json
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.tables import RESULTS, SCRIPTS, compare_table, file_name, read, show  # noqa: E402
 from benchmarks.turns import launch, machine  # noqa: E402
+from common import cli  # noqa: E402
 
 ALONE = ["train.py", "train_DP.py", "train_mp.py"]  # started by plain python
 
@@ -87,16 +88,14 @@ def one_run(script, seed, args, processes):
 def main():
     args = parse_args()
     if not args.show:
-        where = machine("train*.py", "common")
-        import torch
-
-        processes = args.processes or max(2 if args.device == "cpu" else 0, torch.accelerator.device_count()) or 2
+        where = machine(cli.select_device(args.device), "train*.py", "common")
+        processes = args.processes or cli.count_devices(args.device)
         names = ("device", "dataset", "data_path", "model", "epochs", "batch_size")
         head = {"machine": where, "processes": processes, "arguments": {name: getattr(args, name) for name in names}}
         path = RESULTS / file_name("compare", where, args.dataset, args.model)
         old = json.loads(path.read_text()) if path.exists() else {}
         known = {**old.get("machine", {}), "date": where["date"]}  # a run may go on over midnight
-        same = old | head == old | {"machine": known}
+        same = old | head == old | {"machine": known} and not where["commit"].endswith("-dirty")
         content = head | {"runs": old["runs"] if same else []}
         done = {(run["script"], run["seed"]) for run in content["runs"]}
         turns = [(args.scripts[(place + seed) % len(args.scripts)], seed)
@@ -104,7 +103,8 @@ def main():
         try:
             for script, seed in tqdm([turn for turn in turns if turn not in done], "runs", disable=None):
                 content["runs"].append(one_run(script, seed, args, processes))
-                path.write_text(json.dumps(content, indent=1) + "\n")
+                path.with_suffix(".new").write_text(json.dumps(content, indent=1) + "\n")
+                path.with_suffix(".new").replace(path)
         except KeyboardInterrupt:
             print(f"\ninterrupted; {len(content['runs'])} runs are in {path.relative_to(ROOT)}")
     show()
@@ -112,4 +112,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with cli.report_errors():
+        main()

@@ -1,4 +1,4 @@
-"""Lightning Fabric's quick start: the same model, batches and optimizer; data as usual, in every sample.
+"""Lightning Fabric's quick start: the same model and batches; plain SGD, torch's own layout, data as usual.
 
     torchrun --nproc-per-node=2 benchmarks/fabric_loop.py --dataset digits --model cnn --batch-size 64 --epochs 5
 """

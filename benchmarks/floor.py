@@ -15,6 +15,7 @@ hardware, the versions; an interruption loses only the round that it hits.
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.tables import RESULTS, file_name  # noqa: E402
 from benchmarks.turns import Contender, launch, machine, name_processes, spread  # noqa: E402
+from common import cli, datasets  # noqa: E402
 
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
 OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None),
@@ -31,8 +33,11 @@ OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --a
           "Accelerate": ("accelerate_loop.py", "accelerate"), "Fabric": ("fabric_loop.py", "lightning_fabric")}
 
 
-def start(args, found):
-    """Start every contender and note it in `found` by its name; those whose library is missing are named, left out."""
+def start(args, images, alone, found):
+    """Start every contender and note it in `found` by its name; those whose library is missing are named, left out.
+
+    `alone` is the name of the one that is a single process, with the threads that each of the others has, or None.
+    """
     shared = ["--dataset", args.dataset, "--data-path", args.data_path, "--model", args.model, "--epochs", "100000",
               "--batch-size", str(args.batch_size), *(["--device", args.device] if args.device else [])]
     for name in ["bare step", *args.others, *args.scripts]:
@@ -47,11 +52,17 @@ def start(args, found):
             extra = ["--output-dir", f"runs/floor/{name}"]
             extra += ["--nprocs", str(args.processes)] if name == "train_mp.py" else []
             extra += ["--accum-steps", "2"] if name == "train_grad_accum.py" else []
+            extra += ["--timeout", "86400"]  # its clock runs while a contender stands still
             command = launch(0 if name == "train_mp.py" else args.processes, name, *shared, *extra)
-        found[name] = Contender(command)
-    if args.processes == 2:
-        found["train.py, 1 thread"] = Contender(
-            launch(0, "train.py", *shared, "--output-dir", "runs/floor/train.py"), threads=1)
+        found[name] = Contender(command, images)
+    if alone:
+        command = launch(0, "train.py", *shared, "--output-dir", "runs/floor/train.py")
+        found[alone] = Contender(command, images, threads=cores_each(args))
+
+
+def cores_each(args):
+    """Return how many cores of a CPU each process has."""
+    return max(1, os.cpu_count() // args.processes)
 
 
 def main():
@@ -68,10 +79,15 @@ def main():
     parser.add_argument("--others", nargs="*", choices=list(OTHERS)[1:], default=list(OTHERS)[1:])
     args = parser.parse_args()
 
-    where = machine("train*.py", "common", "benchmarks/*.py")
+    device = cli.select_device(args.device)
+    where = machine(device, "train*.py", "common", "benchmarks/*.py")
+    train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
+    images = len(train_set) // args.batch_size * args.batch_size
+    threads = cores_each(args)
+    alone = f"train.py, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" and args.processes > 1 else None
     found = {}
     try:
-        start(args, found)
+        start(args, images, alone, found)
         names = list(found)
         for number in tqdm(range(args.rounds), "rounds", disable=None):
             for place in range(len(names)):
@@ -103,8 +119,7 @@ def main():
 
     ratios = {}
     pairs = [("train_DDP.py", other) for other in ("bare step", "usual loop", "Accelerate", "Fabric")]
-    for one, other in [*pairs, ("train_amp.py", "train_DDP.py"), ("train_DDP.py", "train.py, 1 thread"),
-                       ("no all-reduce", "train.py, 1 thread")]:
+    for one, other in [*pairs, ("train_amp.py", "train_DDP.py"), ("train_DDP.py", alone), ("no all-reduce", alone)]:
         if one in found and other in found:
             each = [a / b for a, b in zip(found[one].speeds, found[other].speeds, strict=True)]
             ratios[f"{one} / {other}"] = spread(each)
@@ -117,4 +132,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with cli.report_errors():
+        main()

@@ -200,7 +200,7 @@ def measure(seconds=6):
     rate = ASSUMED["peak_flops"] * ASSUMED["utilisation"]
     flops = {"ResNet-50": counter.get_total_flops() * ASSUMED["resnet50_images"],
              "transformer": 6 * count["transformer"] * ASSUMED["transformer_tokens"]}  # arXiv:2001.08361, section 2.1
-    return {"machine": machine(), "cnn_step": spread(times), "cnn_steps": len(times),
+    return {"machine": machine(torch.device("cpu")), "cnn_step": spread(times), "cnn_steps": len(times),
             "cnn_backward_share": statistics.median(b / t for b, t in zip(backward, times)),
             "resnet50_flops_per_image": counter.get_total_flops(),
             "models": {

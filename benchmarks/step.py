@@ -2,16 +2,17 @@
 
     pip install -r requirements.txt -r benchmarks/requirements.txt
     python benchmarks/step.py                                              # the small CNN, on digits: two minutes
-    python benchmarks/step.py --model resnet18 --dataset fake --batch-size 128                    # 20 minutes there
+    python benchmarks/step.py --model resnet18 --rounds 5                                         # ten minutes there
     python benchmarks/step.py --model resnet18 --dataset fake --batch-size 512 --script train_amp.py --device cuda
 
 Four things, in one run, and all of it in a file of benchmarks/results:
 
-- how fast the device multiplies large matrices, in float32 and in bfloat16;
-- how many operations forward and backward of one image are, counted by torch, and so how long the arithmetic alone
-  takes at that rate: no step can be faster;
+- how many operations forward and backward of one image are, counted by torch (convolutions as they are defined; an
+  algorithm like Winograd's takes fewer);
+- how fast the device multiplies large matrices, in float32 and in bfloat16: a step's operations at that rate are its
+  arithmetic;
 - the step as the scripts have it (bytes copied to the device and normalised there, channels-last, SGD), and the same
-  with one thing different, by turns: each round gives one ratio for each;
+  with one thing different. The steps and the matrices take turns: each round gives one ratio for each;
 - the script's own epochs: the share of the time that its loop waits for the next batch. On an accelerator, which works
   while the loop waits, that is the most that it can be idle for want of data.
 """
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.tables import RESULTS, file_name, step_table  # noqa: E402
+from benchmarks.tables import RESULTS, SCRIPTS, file_name, step_table  # noqa: E402
 from benchmarks.turns import EPOCH, launch, machine, spread  # noqa: E402
 from common import cli, datasets, models  # noqa: E402
 
@@ -51,7 +52,7 @@ def clock(device, function):
     return time.perf_counter() - begin
 
 
-def matrix_rate(device, dtype, repeats=9):
+def matrix_rate(device, dtype, repeats=3):
     """Return the operations per second of a product of two large square matrices: the best of some.
 
     In float32 as convolutions have it: on GPUs with TF32, torch lets them use that.
@@ -107,16 +108,26 @@ def count_operations(args, train_set):
     return counter.get_total_flops() / 2
 
 
-def compare_steps(args, device, train_set, rates):
-    """Return seconds, ratios and, where it is counted, peak memory of the scripts' step and of what departs from it."""
+def compare_steps(args, device, train_set):
+    """Return what steps take, the scripts' and those that depart from it, and the rates of matrices in the same rounds.
+
+    For each step: milliseconds, how many times as fast as the scripts' it is, the seconds of the first, and on CUDA the
+    most memory. For each precision: operations per second.
+    """
+    bf16_pays = matrix_rate(device, torch.bfloat16) > matrix_rate(device, torch.float32)
     departures = {"as the scripts": {}, "torch's own layout": {"contiguous": True}, "fused optimizer": {"fused": True},
-                  "torch.compile": {"compiled": True}, "floats to the device": {"floats": True}}
-    if rates["bfloat16"] > rates["float32"]:  # where it is not, the answer is known, and takes long
+                  "torch.compile": {"compiled": True}}
+    if device.type != "cpu":
+        departures["sent as floats, normalised before"] = {"floats": True}
+    if bf16_pays:  # where matrices are slower in it the answer is known, and takes long
         departures["bf16"] = {"dtype": torch.bfloat16}
         departures["bf16, torch.compile"] = {"dtype": torch.bfloat16, "compiled": True}
+    torch.compiler.config.force_disable_caches = True  # the first step is what it is for somebody new
+    clock(device, Step(args, device, train_set))  # what any first step pays for, whatever it is
+    memory = torch.cuda if device.type == "cuda" else None
     rows = {}
-    memory = torch.get_device_module(device) if device.type == "cuda" else None
     for name, departure in departures.items():
+        before = memory.memory_allocated() if memory else 0
         step = Step(args, device, train_set, **departure)
         if memory:
             memory.reset_peak_memory_stats()
@@ -128,20 +139,30 @@ def compare_steps(args, device, train_set, rates):
             print(f"without {name}: {str(error).splitlines()[0]}")  # no compiler on this machine, say
             continue
         clock(device, step)
-        if memory:
-            rows[name]["peak_mib"] = memory.max_memory_allocated() / 2**20
-    once = clock(device, rows["as the scripts"]["step"])
-    repeats = max(1, round(0.3 / once))
+        rows[name]["peak_mib"] = (memory.max_memory_allocated() - before) / 2**20 if memory else None
+
+    repeats = max(1, round(0.3 / clock(device, rows["as the scripts"]["step"])))
+    rates = {name: [] for name in PRECISIONS}
     for number in tqdm(range(args.rounds), "rounds", disable=None):
+        for name, dtype in PRECISIONS.items():
+            rates[name].append(matrix_rate(device, dtype))
         names = list(rows)
         for place in range(len(names)):
             row = rows[names[(place + number) % len(names)]]
             seconds = clock(device, lambda: [row["step"]() for _ in range(repeats)])  # noqa: B023
             row["seconds"].append(seconds / repeats)
+
     plain = rows["as the scripts"]["seconds"]
-    return {name: {"milliseconds": spread([1000 * value for value in row["seconds"]]),
-                   "times_as_fast": spread([a / b for a, b in zip(plain, row["seconds"], strict=True)]),
-                   "first_step_seconds": row["first"], "peak_mib": row.get("peak_mib")} for name, row in rows.items()}
+    steps = {name: {"milliseconds": spread([1000 * value for value in row["seconds"]]),
+                    "times_as_fast": spread([a / b for a, b in zip(plain, row["seconds"], strict=True)]),
+                    "first_step_seconds": row["first"], "peak_mib": row["peak_mib"]} for name, row in rows.items()}
+    operations = count_operations(args, train_set)
+    in_bf16 = args.script == "train_amp.py" and bf16_pays
+    arithmetic = [operations * args.batch_size / rate / seconds for rate, seconds in
+                  zip(rates["bfloat16" if in_bf16 else "float32"], rows["bf16"]["seconds"] if in_bf16 else plain,
+                      strict=True)]
+    return {"steps": steps, "operations_per_image": operations, "arithmetic_share": spread(arithmetic),
+            "matrix_rate": {name: spread(values) for name, values in rates.items()}}
 
 
 def watch(command):
@@ -150,25 +171,27 @@ def watch(command):
 
     from torch.utils.data import dataloader
 
-    kind = dataloader._BaseDataLoaderIter
-    plain, waits = kind.__next__, [0.0]
+    waits = []
 
-    def timed(self):
-        begin = time.perf_counter()
-        try:
-            return plain(self)
-        except StopIteration:
-            if self._drop_last:  # the training loader alone leaves a last part out
-                waits.append(0.0)
-            raise
-        finally:
-            if self._drop_last:
-                waits[-1] += time.perf_counter() - begin
+    def timed(method, begins_epoch):
+        def call(self):
+            begin = time.perf_counter()
+            try:
+                return method(self)
+            finally:
+                if getattr(self, "drop_last", False) or getattr(self, "_drop_last", False):  # the training data alone
+                    waits.extend([0.0] * begins_epoch)
+                    waits[-1] += time.perf_counter() - begin
+        return call
 
-    kind.__next__ = timed
+    iterator = dataloader._BaseDataLoaderIter
+    dataloader.DataLoader.__iter__ = timed(dataloader.DataLoader.__iter__, True)
+    iterator.__next__ = timed(iterator.__next__, False)
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
-    print(json.dumps(waits[:-1]))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:  # train_elastic.py ends by sys.exit
+        print(json.dumps(waits))
 
 
 def watch_epochs(args):
@@ -192,18 +215,18 @@ def main():
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--device")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--script", default="train.py", help="whose epochs are watched")
+    parser.add_argument("--script", default="train.py", help="whose epochs are watched",
+                        choices=[name for name in SCRIPTS if name != "train_mp.py"])  # whose loop is in other processes
     parser.add_argument("--epochs", type=int, default=5, help="of the script; the first does not count")
     args = parser.parse_args()
+    if args.epochs < 2:
+        raise cli.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")
 
-    where = machine("train*.py", "common", "benchmarks/step.py")
     device = cli.select_device(args.device)
+    where = machine(device, "train*.py", "common", "benchmarks/step.py")
     train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
-    rates = {name: matrix_rate(device, dtype) for name, dtype in PRECISIONS.items()}
-    operations = count_operations(args, train_set)
-    content = {"machine": where, "arguments": vars(args), "images": len(train_set), "threads": torch.get_num_threads(),
-               "matrix_rate": rates, "operations_per_image": operations,
-               "steps": compare_steps(args, device, train_set, rates), "script": watch_epochs(args)}
+    content = {"machine": where, "arguments": vars(args), "threads": torch.get_num_threads(),
+               "script": watch_epochs(args), **compare_steps(args, device, train_set)}
     path = RESULTS / file_name("step", where, args.dataset, args.model)
     path.write_text(json.dumps(content, indent=1) + "\n")
     print("\n".join(step_table(content)))
@@ -213,4 +236,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--watch"]:
         watch(sys.argv[2:])
     else:
-        main()
+        with cli.report_errors():
+            main()

@@ -67,9 +67,8 @@ def floor_table(content):
 def step_table(content):
     """Return the lines that show what step.py has found."""
     args, where, script = content["arguments"], content["machine"], content["script"]
-    rates, operations = content["matrix_rate"], content["operations_per_image"]
-    precision = "bfloat16" if args["script"] == "train_amp.py" else "float32"
-    least = operations * content["images"] / rates[precision]
+    rates = {name: rate["median"] / 1e9 for name, rate in content["matrix_rate"].items()}
+    operations, share = content["operations_per_image"] / 1e6, content["arithmetic_share"]
     threads = "" if where["gpu"] else f", {content['threads']} threads"
     lines = [f"One step (`python benchmarks/step.py`): {args['dataset']}, {args['model']}, batch {args['batch_size']}; "
              f"{where['gpu'] or where['cpu']}, {where['cores']} cores ({where['vectors']}){threads}, torch "
@@ -83,10 +82,10 @@ def step_table(content):
                      f"{fast['median']:.2f} ({fast['lowest']:.2f} to {fast['highest']:.2f}) | "
                      f"{row['first_step_seconds']:.1f} | {memory} |")
     took, waits = script["seconds"], script["waits"]
-    lines += ["", f"Matrix products: {rates['float32'] / 1e9:,.0f} GFLOP/s in float32, {rates['bfloat16'] / 1e9:,.0f} "
-              f"in bfloat16. Forward and backward of an image: {operations / 1e6:,.1f} MFLOP, so an epoch of "
-              f"{content['images']:,} images takes {least:.2f} s at least; `{args['script']}` takes "
-              f"{took['median']:.2f} s, of which its loop waits for data {waits['median']:.1%} (at most "
+    lines += ["", f"Matrix products: {rates['float32']:,.0f} GFLOP/s in float32, {rates['bfloat16']:,.0f} in bfloat16. "
+              f"Forward and backward of an image: {operations:,.1f} MFLOP; at that rate they are {share['median']:.0%} "
+              f"of the step's time ({share['lowest']:.0%} to {share['highest']:.0%}). An epoch of `{args['script']}` "
+              f"trains for {took['median']:.2f} s, and waits for data {waits['median']:.1%} of it (at most "
               f"{waits['highest']:.1%})."]
     return lines
 
@@ -94,7 +93,8 @@ def step_table(content):
 def ratio_table(contents):
     """Return the lines of one table with the ratios of all that floor.py has found."""
     others = ["bare step", "usual loop", "Accelerate", "Fabric"]
-    lines = ["| task | " + " | ".join(f"/ {other}" for other in others) + " |", "|---|" + "---:|" * len(others)]
+    lines = ["| `train_DDP.py` is so many times as fast as | " + " | ".join(others) + " |",
+             "|---|" + "---:|" * len(others)]
     for content in contents:
         args, where = content["arguments"], content["machine"]
         ratios = [content["ratios"].get(f"train_DDP.py / {other}", {}) for other in others]
@@ -129,18 +129,17 @@ def show():
 
 
 def plot():
-    """Draw all results, a column for each file: seconds per epoch, images/s and accuracy, with their spread."""
+    """Draw what compare.py has found, a column for each file: time, speed, accuracy and memory, with their spread."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    paths = sorted(RESULTS.glob("compare-*.json"))
+    contents = read("compare")
     rows = [("seconds_per_epoch", "seconds per epoch"), ("images_per_second", "images/s"), ("accuracy", "accuracy"),
             ("peak_mib", "peak memory, MiB")]
-    figure, axes = pyplot.subplots(len(rows), len(paths), figsize=(5.5 * len(paths), 9), squeeze=False)
-    for column, path in enumerate(paths):
-        content = json.loads(path.read_text())
+    figure, axes = pyplot.subplots(len(rows), len(contents), figsize=(5.5 * len(contents), 9), squeeze=False)
+    for column, content in enumerate(contents):
         names = sorted({run["script"] for run in content["runs"]}, key=SCRIPTS.index)
         for row, (key, label) in enumerate(rows):
             axis = axes[row][column]

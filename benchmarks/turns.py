@@ -3,6 +3,7 @@
 On a machine with neighbours the speed wanders by tens of percent within minutes. Programs run one after the other are
 then measured in different weather; programs that take turns of a second or two are measured in the same.
 """
+import contextlib
 import os
 import platform
 import re
@@ -25,10 +26,12 @@ EPOCH = re.compile(r"^epoch +\d+/\d+ .*?([\d.]+) s  ([\d,]+) images/s")
 class Contender:
     """One launch, started at once and stopped after its first epoch; its output is a line "epoch ..." for each epoch.
 
-    `start_up` is the time in seconds from the command to its first epoch's end, without that epoch's own seconds.
+    An epoch trains on so many `images`. `start_up` is the time in seconds from the command to the line of its first
+    epoch, without the seconds that this epoch says it trained.
     """
 
-    def __init__(self, command, threads=None):
+    def __init__(self, command, images, threads=None):
+        self.images = images
         self.errors = tempfile.TemporaryFile("w+")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
         begin = time.perf_counter()
@@ -59,8 +62,8 @@ class Contender:
             now = time.perf_counter()
             whole = seconds <= now - last  # else its clock has counted the pause
             true_seconds = seconds if whole else seconds - paused
-            if speeds or whole or true_seconds > LONG:
-                speeds.append(speed * seconds / true_seconds)
+            if speeds or whole or true_seconds > LONG:  # each is printed rounded: take the one with more digits
+                speeds.append(self.images / true_seconds if true_seconds > LONG else speed)
                 self.between.append(now - last - true_seconds)
             last, paused = now, 0
         self._pause()
@@ -70,8 +73,7 @@ class Contender:
     def end(self):
         """End the launch, which has more epochs before it than it was asked for."""
         if self.process.poll() is None:
-            for process in reversed(self._family()):
-                process.kill()
+            self._signal(psutil.Process.kill)
         self.process.wait()
 
     def _pause(self):
@@ -92,7 +94,8 @@ class Contender:
 
     def _signal(self, what):
         for process in self._family():
-            what(process)
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ctrl-C reached it, too
+                what(process)
 
 
 def launch(processes, script, *arguments):
@@ -115,12 +118,19 @@ def spread(values):
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def machine(*paths):
-    """Return what figures depend on: hardware, versions, and the last commit that changed `paths` (default: any)."""
-    name = platform.processor()
+def machine(device, *paths):
+    """Return what figures depend on: hardware, versions, and the last commit that changed `paths` (default: any).
+
+    "gpu" is the name of the accelerator `device`, or None where that is the CPU.
+    """
+    name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())  # ARM has none
+        name = found[1] if found else name
+    gpu = None
+    if device.type != "cpu":
+        ask = getattr(torch.get_device_module(device), "get_device_name", None)
+        gpu = ask(device) if ask else device.type
     asked = ["git", "log", "-1", "--format=%h"], ["git", "status", "--porcelain", "--untracked-files=no"]
     commit, changes = (subprocess.run([*command, "--", *paths], cwd=ROOT, capture_output=True, text=True).stdout.strip()
                        for command in asked)

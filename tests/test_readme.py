@@ -24,7 +24,7 @@ def test_the_results_are_those_that_are_committed():
     for page, parts in tables.pages().items():
         marked = (ROOT / page).read_text().split(tables.MARKS[0])[1:]
         assert [text.split(tables.MARKS[1])[0] for text in marked] == parts
-        assert all("train_DDP.py" in part or "fused" in part for part in parts)
+        assert all("train_DDP.py" in part or "fused" in part for part in parts), page
 
 
 def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
