@@ -114,7 +114,8 @@ def compare_steps(args, device, train_set):
     For each step: milliseconds, how many times as fast as the scripts' it is, the seconds of the first, and on CUDA the
     most memory. For each precision: operations per second.
     """
-    bf16_pays = matrix_rate(device, torch.bfloat16) > matrix_rate(device, torch.float32)
+    rates = {name: [matrix_rate(device, dtype)] for name, dtype in PRECISIONS.items()}
+    bf16_pays = rates["bfloat16"] > rates["float32"]
     departures = {"as the scripts": {}, "torch's own layout": {"contiguous": True}, "fused optimizer": {"fused": True},
                   "torch.compile": {"compiled": True}}
     if device.type != "cpu":
@@ -142,10 +143,11 @@ def compare_steps(args, device, train_set):
         rows[name]["peak_mib"] = (memory.max_memory_allocated() - before) / 2**20 if memory else None
 
     repeats = max(1, round(0.3 / clock(device, rows["as the scripts"]["step"])))
-    rates = {name: [] for name in PRECISIONS}
+    rates = {name: [] for name in PRECISIONS} if bf16_pays else rates | {"float32": []}  # once is enough then, too
     for number in tqdm(range(args.rounds), "rounds", disable=None):
         for name, dtype in PRECISIONS.items():
-            rates[name].append(matrix_rate(device, dtype))
+            if bf16_pays or name == "float32":
+                rates[name].append(matrix_rate(device, dtype))
         names = list(rows)
         for place in range(len(names)):
             row = rows[names[(place + number) % len(names)]]
@@ -199,10 +201,13 @@ def watch_epochs(args):
     arguments = ["--dataset", args.dataset, "--data-path", args.data_path, "--model", args.model, "--epochs",
                  str(args.epochs), "--batch-size", str(args.batch_size), "--output-dir", "runs/step"]
     arguments += ["--device", args.device] if args.device else []
-    out = subprocess.run(launch(0, "benchmarks/step.py", "--watch", args.script, *arguments), cwd=ROOT, check=True,
-                         stdout=subprocess.PIPE, text=True).stdout
-    seconds = [float(match[1]) for match in map(EPOCH.match, out.splitlines()) if match]
-    waits = json.loads(out.splitlines()[-1])
+    result = subprocess.run(launch(0, "benchmarks/step.py", "--watch", args.script, *arguments), cwd=ROOT,
+                            stdout=subprocess.PIPE, text=True)
+    if result.returncode:
+        raise cli.RunError(f"{args.script}: exit code {result.returncode}; what it said stands above")
+    lines = result.stdout.splitlines()
+    seconds = [float(match[1]) for match in map(EPOCH.match, lines) if match]
+    waits = json.loads(lines[-1])
     shares = [wait / second for wait, second in zip(waits, seconds, strict=True)]
     return {"seconds": spread(seconds[1:]), "waits": spread(shares[1:])}
 
