@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.tables import RESULTS, SCRIPTS, compare_table, file_name, read, show  # noqa: E402
 from benchmarks.turns import launch, machine  # noqa: E402
-from common import cli  # noqa: E402
+from common import cli, datasets, models  # noqa: E402
 
 ALONE = ["train.py", "train_DP.py", "train_mp.py"]  # started by plain python
 
@@ -41,9 +41,9 @@ def parse_args():
     parser.add_argument("--device", help="default: an accelerator, else cpu")
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS[:-1],
                         help="default: all but train_amp.py, which wants a device that is fast at bf16")
-    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--processes", type=int, help="default: one for each accelerator, or 2 on a CPU")

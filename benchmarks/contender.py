@@ -6,6 +6,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import transforms
 
+from common import datasets, models
+
 
 class Pictures(Dataset):
     """The data as most published examples read it: one PIL image at a time, through torchvision's transforms."""
@@ -27,9 +29,9 @@ class Pictures(Dataset):
 def make_parser(doc):
     """Return a parser of the arguments that every contender takes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--device")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.tables import RESULTS, file_name  # noqa: E402
 from benchmarks.turns import Contender, launch, machine, name_processes, spread  # noqa: E402
-from common import cli, datasets  # noqa: E402
+from common import cli, datasets, models  # noqa: E402
 
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
 OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None),
@@ -67,9 +67,9 @@ def cores_each(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--device")
     parser.add_argument("--processes", type=int, default=2)

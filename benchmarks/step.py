@@ -214,9 +214,9 @@ def watch_epochs(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits")
     parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--device")
     parser.add_argument("--rounds", type=int, default=15)

@@ -33,7 +33,7 @@ def compare_table(content):
     lines = [f"{args['dataset']}, {args['model']}, batch {args['batch_size']}, {args['epochs']} epochs, "
              f"{name_processes(content['processes'])}; {where['gpu'] or where['cpu']}, {where['cores']} cores "
              f"({where['vectors']}), torch {where['torch']}, commit {where['commit']}, {where['date']}; median of "
-             f"{'/'.join(map(str, sorted(number)))} seeds (lowest to highest):", "",
+             f"{'/'.join(map(str, sorted(number)))} seed{'s' * (number != {1})} (lowest to highest):", "",
              "| script | seconds per epoch | images/s | accuracy | peak memory |", "|---|---:|---:|---:|---:|"]
     for script in sorted(runs, key=SCRIPTS.index):
         cells = []
@@ -41,7 +41,8 @@ def compare_table(content):
             value = spread([run[name] for run in runs[script]])
             middle, low, high = (form.format(value[key]) for key in ("median", "lowest", "highest"))
             cells.append(middle if low == high else f"{middle} ({low} to {high})")
-        cells.append(f"{max(run['peak_mib'] for run in runs[script]):,.0f} MiB")
+        memory = [run["peak_mib"] for run in runs[script] if run["peak_mib"]]  # not noted before 2026-11-22
+        cells.append(f"{max(memory):,.0f} MiB" if memory else "-")
         lines.append(f"| `{script}` | {' | '.join(cells)} |")
     return lines
 
@@ -143,7 +144,11 @@ def plot():
         names = sorted({run["script"] for run in content["runs"]}, key=SCRIPTS.index)
         for row, (key, label) in enumerate(rows):
             axis = axes[row][column]
-            values = [[run[key] for run in content["runs"] if run["script"] == name] for name in names]
+            values = [[run[key] for run in content["runs"] if run["script"] == name and run[key]] for name in names]
+            if not all(values):
+                axis.text(0.5, 0.5, f"{label}: not noted", ha="center", va="center", transform=axis.transAxes)
+                axis.set_axis_off()
+                continue
             middle = [statistics.median(each) for each in values]
             spreads = [[m - min(each) for m, each in zip(middle, values, strict=True)],
                        [max(each) - m for m, each in zip(middle, values, strict=True)]]

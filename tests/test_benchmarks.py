@@ -9,7 +9,7 @@ import pytest
 from conftest import PYTHON, ROOT, descendants, good, run
 
 pytestmark = pytest.mark.drill
-COMPARE = [PYTHON, "benchmarks/compare.py", "--scripts", "train.py", "train_DP.py", "--rounds", "2", "--epochs", "1"]
+COMPARE = [PYTHON, "benchmarks/compare.py", "--scripts", "train.py", "train_DP.py", "--rounds", "1", "--epochs", "1"]
 
 
 @pytest.fixture
@@ -43,9 +43,8 @@ def test_an_interrupted_comparison_goes_on_where_it_was(copy):
 
     good(run(*COMPARE, cwd=copy))
     content = only_result(copy, "compare")
-    assert 1 <= len(first) < 4 and content["runs"][:len(first)] == first
-    assert sorted((one["script"], one["seed"]) for one in content["runs"]) == [
-        ("train.py", 0), ("train.py", 1), ("train_DP.py", 0), ("train_DP.py", 1)]
+    assert len(first) == 1 and content["runs"][:1] == first
+    assert [(one["script"], one["seed"]) for one in content["runs"]] == [("train.py", 0), ("train_DP.py", 0)]
     for one in content["runs"]:
         assert 0.2 < one["accuracy"] <= 1 and one["images_per_second"] > 0
         assert 200 < one["peak_mib"] < 5000  # of the process, torch and all: no accelerator counts it here
@@ -65,22 +64,23 @@ def alive(pid):
 
 
 def test_the_contenders_take_turns(copy):
-    """Each of them trains, in every round, and one that cannot start is named."""
-    good(run(PYTHON, "benchmarks/floor.py", "--rounds", "2", "--epochs", "1", "--scripts", "train_DDP.py", "--others",
-             "usual loop", "Accelerate", "Fabric", cwd=copy))
+    """Each of them trains, in every round; a mistake is one line."""
+    good(run(PYTHON, "benchmarks/floor.py", "--rounds", "2", "--epochs", "1", "--processes", "1", "--scripts",
+             "train_DDP.py", "--others", "Accelerate", "Fabric", cwd=copy))
     content = only_result(copy, "floor")
-    assert list(content["table"]) == ["bare step", "usual loop", "Accelerate", "Fabric", "train_DDP.py",
-                                      "train.py, 1 thread"]
+    assert list(content["table"]) == ["bare step", "Accelerate", "Fabric", "train_DDP.py"]
     for row in content["table"].values():
         assert len(row["turns"]) == 2 and min(row["turns"]) > 0 and row["start_up_seconds"] > 0
     ratios = content["ratios"]
-    assert "train_DDP.py / usual loop" in ratios and "train_DDP.py / train.py, 1 thread" in ratios
-    result = run(PYTHON, "benchmarks/floor.py", "--rounds", "1", "--dataset", "nothing", cwd=copy)
-    assert result.code == 1 and "bare_ddp.py" in result.err and "ended early" in result.err
+    assert {"train_DDP.py / bare step", "train_DDP.py / Accelerate", "train_DDP.py / Fabric"} <= ratios.keys()
+    result = run(PYTHON, "benchmarks/floor.py", "--dataset", "folder", "--data-path", "nowhere", cwd=copy)
+    assert result.code == 2 and result.err.endswith("--data-path nowhere: no such folder\n")
+    assert len(result.err.splitlines()) == 1
 
 
 def test_a_step_is_taken_apart(copy):
-    good(run(PYTHON, "benchmarks/step.py", "--rounds", "2", "--epochs", "3", cwd=copy))
+    env = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile would take half of the time
+    good(run(PYTHON, "benchmarks/step.py", "--rounds", "2", "--epochs", "3", cwd=copy, env=env))
     content = only_result(copy, "step")
     # by hand, for 28x28: three convolutions, three linear layers; twice as much backward, less the first layer's input
     layers = [28 * 28 * 25 * 16, 14 * 14 * 25 * 16 * 32, 7 * 7 * 25 * 32 * 32, 288 * 128, 128 * 64, 64 * 10]
