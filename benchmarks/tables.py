@@ -155,7 +155,7 @@ def plot():
             axis.errorbar(range(len(names)), middle, yerr=spreads, fmt="o", capsize=4)
             axis.set_ylabel(label)
             if key != "accuracy":
-                axis.set_ylim(bottom=0)
+                axis.set_ylim(0, 1.1 * max(map(max, values)))
             axis.set_xticks(range(len(names)), [name.removesuffix(".py").removeprefix("train_") for name in names],
                             rotation=30)
         axes[0][column].set_title(f"{content['arguments']['dataset']}, {content['arguments']['model']}, "
