@@ -47,8 +47,6 @@ def parse_args():
 class PairDataset:
     """Pairs, decoded and cut when they are read: `uint8` (2, N, 3, crop, crop), images, then targets."""
 
-    most_workers = 8
-
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts = pair_list, cuts
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs, and see it

@@ -143,10 +143,9 @@ def compare_steps(args, device, train_set):
         rows[name]["peak_mib"] = (memory.max_memory_allocated() - before) / 2**20 if memory else None
 
     repeats = max(1, round(0.3 / clock(device, rows["as the scripts"]["step"])))
-    rates = {name: [] for name in PRECISIONS} if bf16_pays else rates | {"float32": []}  # once is enough then, too
     for number in tqdm(range(args.rounds), "rounds", disable=None):
         for name, dtype in PRECISIONS.items():
-            if bf16_pays or name == "float32":
+            if bf16_pays or name == "float32":  # the other is measured once, above
                 rates[name].append(matrix_rate(device, dtype))
         names = list(rows)
         for place in range(len(names)):
@@ -161,7 +160,7 @@ def compare_steps(args, device, train_set):
     operations = count_operations(args, train_set)
     in_bf16 = args.script == "train_amp.py" and bf16_pays
     arithmetic = [operations * args.batch_size / rate / seconds for rate, seconds in
-                  zip(rates["bfloat16" if in_bf16 else "float32"], rows["bf16"]["seconds"] if in_bf16 else plain,
+                  zip(rates["bfloat16" if in_bf16 else "float32"][1:], rows["bf16"]["seconds"] if in_bf16 else plain,
                       strict=True)]
     return {"steps": steps, "operations_per_image": operations, "arithmetic_share": spread(arithmetic),
             "matrix_rate": {name: spread(values) for name, values in rates.items()}}

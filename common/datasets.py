@@ -103,7 +103,6 @@ class FolderDataset:
 
     mean, std = COLOUR["folder"]
     image_shape = (3, 224, 224)
-    most_workers = 8
 
     def __init__(self, samples, num_classes, seed, augment=False):
         self.samples, self.num_classes = samples, num_classes
@@ -155,12 +154,12 @@ def whole_batch(batch):
 def loader_options(workers, device, dataset):
     """Return the DataLoader arguments that all loaders of a script share.
 
-    `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, and not
-    more than pay for this `dataset`. Workers stay alive between epochs, and batches are pinned where a device can then
-    copy them without waiting.
+    `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, at most
+    8, or what the `dataset` has as `most_workers`. Workers stay alive between epochs, and batches are pinned where a
+    device can then copy them without waiting.
     """
     if workers is None:
-        workers = max(0, min(dataset.most_workers, cores_per_process() - 1))
+        workers = max(0, min(getattr(dataset, "most_workers", 8), cores_per_process() - 1))
     return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type != "cpu",
             "collate_fn": whole_batch, "worker_init_fn": tie_worker}
 

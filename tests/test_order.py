@@ -6,7 +6,7 @@ from conftest import PYTHON, ROOT, TORCHRUN, good, load, run
 
 # reads the data as the scripts do (the loaders' lines are train_DDP.py's) and notes what came, epoch by epoch
 READER = '''
-import os, sys
+import multiprocessing, os, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -21,11 +21,14 @@ for workers in (0, 1, 2):
     sampler = DistributedSampler(train_set, world_size, rank, seed=7, drop_last=True)
     options = datasets.loader_options(workers, torch.device("cpu"), train_set)
     loader = DataLoader(train_set, 12 // world_size, sampler=sampler, drop_last=True, **options)
+    alive = []
     for epoch in (1, 2, 1):
         train_set.set_epoch(epoch)
         sampler.set_epoch(epoch)
         batches = [images for images, labels in loader]
         torch.save(batches, f"{sys.argv[2]}/{world_size}-{rank}-{workers}-{epoch}.pt")
+        alive.append(sorted(child.pid for child in multiprocessing.active_children()))
+    torch.save(alive, f"{sys.argv[2]}/{world_size}-{rank}-{workers}-alive.pt")
 '''
 
 
@@ -44,6 +47,7 @@ def read(tmp_path_factory):
         shares = [load(folder / f"{processes}-{rank}-{workers}-{epoch}.pt") for rank in range(processes)]
         return [torch.stack(batch, 1).flatten(0, 1) for batch in zip(*shares, strict=True)]
 
+    get.alive = lambda processes, workers: load(folder / f"{processes}-0-{workers}-alive.pt")
     get.default_workers = {processes: load(folder / f"{processes}-0-default.pt") for processes in (1, 2, 3)}
     return get
 
@@ -64,6 +68,12 @@ def test_by_default_a_core_is_left_to_each_process_and_workers_have_the_others(r
     cores = len(os.sched_getaffinity(0))
     assert read.default_workers == {1: min(2, cores - 1), 2: max(0, min(2, cores // 2 - 1)),
                                     3: max(0, min(2, cores // 3 - 1))}
+
+
+def test_workers_live_through_all_epochs(read):
+    for workers in (0, 1, 2):
+        first, second, third = read.alive(1, workers)
+        assert len(first) == workers and first == second == third
 
 
 def test_epochs_differ_in_order_and_in_augmentation(read):
