@@ -13,11 +13,10 @@ In a training script, after init_process_group if there is one:
 
 Parent: none
 """
-import atexit
 import os
 import time
 
-from common import cli, datasets, pairs, reduce
+from common import cli, datasets, devices, errors, launch, pairs, reduce
 
 import torch
 import torch.distributed as dist
@@ -113,17 +112,18 @@ def build_loader(args):
     ones each time. On "test" each pair is read once, by one process, and the last batch may be short.
     Raises UsageError for pairs that do not match, and ProcessError when a file that it reads cannot be used.
     """
-    device = cli.select_device(args.device)
+    device = devices.select_device(args.device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
     cuts = pairs.Cuts(len(pair_list), args.resize, args.crop, args.seed, train=args.split == "train")
     if cuts.train and args.batch_size > len(pair_list):
-        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
+        raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
 
     # Each process reads its share; on "test" a DistributedSampler would repeat pairs to even the shares out
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
     if cuts.train:
-        sampler = DistributedSampler(pair_list, world_size, rank, seed=args.seed, drop_last=True)
+        seed = datasets.mix(args.seed)
+        sampler = DistributedSampler(pair_list, world_size, rank, seed=seed, drop_last=True)
     else:
         sampler = range(rank, len(pair_list), world_size)
     return PairLoader(pair_list, cuts, sampler, batch_size, args.workers, device)
@@ -160,19 +160,23 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch say who this process is; srun does so in its own words
-    os.environ.update(reduce.launch_environment())
+    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
+    os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # The device comes first: else every process would open a context on device 0
-    args.device = str(cli.select_device(args.device, local_rank))
-    torch.set_num_threads(reduce.cores_per_process())
-    dist.init_process_group(reduce.choose_backend(None, args.device))
-    atexit.register(dist.destroy_process_group)
+    # Choose the device first: otherwise every process opens a context on device 0
+    device = devices.select_device(args.device, local_rank)
+    args.device = str(device)
+    torch.set_num_threads(launch.cores_per_process())
+    backend = reduce.choose_backend(None, device)
+    dist.init_process_group(backend, device_id=None if backend == "gloo" else device)
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         args = parse_args()
         join_group(args)
         main(args)
+
+        # Not after a failure: it waits for the other processes, who may wait for this one
+        dist.destroy_process_group()

@@ -6,10 +6,9 @@
 Parent: train.py
 """
 import atexit
-import math
 import time
 
-from common import checkpoint, cli, datasets, models
+from common import checkpoint, cli, datasets, devices, errors, models
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +36,7 @@ def parse_args():
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--deterministic", action="store_true", help="on a GPU: bit-equal runs, but slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
@@ -51,8 +51,8 @@ def evaluate(model, loader, normalize, device):
     """Return the mean loss, the accuracy and the top-5 accuracy over all samples, each counted once."""
     model.eval()
     sums = torch.zeros(4, device=device)
-    for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    for batch in loader:
+        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(images))
         loss = F.cross_entropy(outputs, labels, reduction="sum")
         hits = outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]
@@ -73,14 +73,15 @@ def open_log(args, start_epoch, headline):
 
 
 def main(args):
+    devices.set_deterministic(args.deterministic)
     torch.manual_seed(args.seed)
-    device = cli.select_device(args.device)
+    device = devices.select_device(args.device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     if args.batch_size > len(train_set):
-        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
+        raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
     batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = datasets.loader_options(args.workers, device, train_set)
@@ -103,18 +104,19 @@ def main(args):
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
 
-    # new # its forward cuts the batch up and copies the model to every device; on a CPU it passes through
-    parallel_model = DataParallel(model)
+    # new # its forward splits the batch and copies the model to every device; a CPU has none
+    device_ids = devices.device_ids(device)
+    parallel_model = DataParallel(model, device_ids) if device_ids else model
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
-            raise cli.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
+            raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
     # new #
-    layout = f"1 process x 1 micro-batch x {batch_size} over {len(parallel_model.device_ids) or 1} device(s)"
+    layout = f"1 process x 1 micro-batch x {batch_size} over {len(device_ids) or 1} device(s)"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
     writer = open_log(args, start_epoch, headline)
@@ -122,15 +124,15 @@ def main(args):
     for epoch in range(start_epoch, args.epochs + 1):
         # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
         train_set.set_epoch(epoch)
-        sampler.generator.manual_seed(args.seed + epoch)
-        torch.manual_seed(args.seed + epoch)
+        sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
+        torch.manual_seed(datasets.mix(args.seed, epoch))
 
         model.train()
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None)
-        for step, (images, labels) in enumerate(bar, 1):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        for step, batch in enumerate(bar, 1):
+            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # new #
@@ -144,14 +146,12 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
             train_loss = loss_sum.item() / step
-            if not math.isfinite(train_loss):
-                raise cli.RunError(f"epoch {epoch}, step {step}: the loss is {train_loss}; try a lower --lr")
+            errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
         seconds = time.perf_counter() - start
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
-        if not math.isfinite(val_loss):
-            raise cli.RunError(f"epoch {epoch}, step {step}: the validation loss is {val_loss}")
+        errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
@@ -172,10 +172,10 @@ def main(args):
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
-              f"{speed:,.0f} images/s{cli.peak_memory(device)}")
+              f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         args = parse_args()
         main(args)

@@ -9,13 +9,12 @@ Evaluation is in float32, too, so that the accuracy is that of the saved weights
 Parent: train_DDP.py
 """
 import atexit
-import math
 import time
 
 import os
 from datetime import timedelta
 
-from common import checkpoint, cli, datasets, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +42,7 @@ def parse_args():
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--deterministic", action="store_true", help="on a GPU: bit-equal runs, but slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
@@ -68,8 +68,8 @@ def evaluate(model, loader, normalize, device):
     """Return the mean loss, the accuracy and the top-5 accuracy over all samples, each counted once."""
     model.eval()
     sums = torch.zeros(4, device=device)
-    for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    for batch in loader:
+        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(images))
         loss = F.cross_entropy(outputs, labels, reduction="sum")
         hits = outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]
@@ -93,19 +93,20 @@ def open_log(args, start_epoch, headline):
 
 
 def main(args):
+    devices.set_deterministic(args.deterministic)
     torch.manual_seed(args.seed)
-    device = cli.select_device(args.device)
+    device = devices.select_device(args.device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     if args.batch_size > len(train_set):
-        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
+        raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
 
     # each process reads its share of every batch, in the order that train.py has too
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
     options = datasets.loader_options(args.workers, device, train_set)
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
@@ -141,11 +142,12 @@ def main(args):
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
 
     # sends rank 0's weights to all processes here, and averages their gradients in each backward()
-    parallel_model = DistributedDataParallel(model, find_unused_parameters=args.find_unused_parameters)
+    parallel_model = DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                             find_unused_parameters=args.find_unused_parameters)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
-            raise cli.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
+            raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
 
         if not reduce.is_main_process():
@@ -167,7 +169,7 @@ def main(args):
 
         # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
         sampler.set_epoch(epoch)
-        torch.manual_seed(args.seed + epoch + 1_000_000 * rank)
+        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -176,8 +178,8 @@ def main(args):
         # one process shows a bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
 
-        for step, (images, labels) in enumerate(bar, 1):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        for step, batch in enumerate(bar, 1):
+            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # through DDP: its forward prepares what its backward sends
@@ -203,8 +205,7 @@ def main(args):
             # the same number on all processes, so that all of them stop, or none
             train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
 
-            if not math.isfinite(train_loss):
-                raise cli.RunError(f"epoch {epoch}, step {step}: the loss is {train_loss}; try a lower --lr")
+            errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
         seconds = time.perf_counter() - start
@@ -214,8 +215,7 @@ def main(args):
             dist.broadcast(buffer, 0)
 
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
-        if not math.isfinite(val_loss):
-            raise cli.RunError(f"epoch {epoch}, step {step}: the validation loss is {val_loss}")
+        errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
@@ -240,26 +240,30 @@ def main(args):
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
-              f"{speed:,.0f} images/s{cli.peak_memory(device)}")
+              f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
 # the processes of one launch find each other
 def join_group(args):
-    # torchrun and torch.distributed.launch say who this process is; srun does so in its own words
-    os.environ.update(reduce.launch_environment())
+    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
+    os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # the device comes first: else every process would open a context on device 0
-    args.device = str(cli.select_device(args.device, local_rank))
-    torch.set_num_threads(reduce.cores_per_process())
-    backend = reduce.choose_backend(args.backend, args.device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    atexit.register(dist.destroy_process_group)
+    # choose the device first: otherwise every process opens a context on device 0
+    device = devices.select_device(args.device, local_rank)
+    args.device = str(device)
+    torch.set_num_threads(launch.cores_per_process())
+    backend = reduce.choose_backend(args.backend, device)
+    device_id = None if backend == "gloo" else device
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         args = parse_args()
 
         join_group(args)
 
         main(args)
+
+        # not after a failure: it waits for the other processes, who may wait for this one
+        dist.destroy_process_group()

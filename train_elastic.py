@@ -11,7 +11,6 @@ the same weights bit for bit, or, on another number of processes, to the same bu
 Parent: train_DDP.py
 """
 import atexit
-import math
 import time
 
 import os
@@ -21,7 +20,10 @@ from datetime import timedelta
 import sys
 from itertools import islice
 
-from common import checkpoint, cli, datasets, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
+
+# new #
+from common import signals
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,7 @@ def parse_args():
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--deterministic", action="store_true", help="on a GPU: bit-equal runs, but slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
@@ -81,8 +84,8 @@ def evaluate(model, loader, normalize, device):
     """Return the mean loss, the accuracy and the top-5 accuracy over all samples, each counted once."""
     model.eval()
     sums = torch.zeros(4, device=device)
-    for images, labels in loader:
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    for batch in loader:
+        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(images))
         loss = F.cross_entropy(outputs, labels, reduction="sum")
         hits = outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]
@@ -106,30 +109,31 @@ def open_log(args, start_epoch, headline):
 
 
 def main(args):
+    devices.set_deterministic(args.deterministic)
     torch.manual_seed(args.seed)
-    device = cli.select_device(args.device)
+    device = devices.select_device(args.device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # new # a signal is only noted; the training loop ends when all processes know of it
-    stop = cli.note_signals("SIGTERM", "SIGUSR1")
+    stop = signals.note_signals("SIGTERM", "SIGUSR1")
     snapshots = checkpoint.BackgroundWriter()
 
     # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     if args.batch_size > len(train_set):
-        raise cli.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
+        raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
 
     # each process reads its share of every batch, in the order that train.py has too
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
 
     # new #
-    sampler = ResumableSampler(train_set, seed=args.seed, drop_last=True)
+    sampler = ResumableSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
     options = datasets.loader_options(args.workers, device, train_set)
 
     # new # a scheduler's signal reaches the loader's workers too: they leave it to this process
-    options["worker_init_fn"] = cli.shield_worker
+    options["worker_init_fn"] = signals.shield_worker
 
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
 
@@ -162,16 +166,18 @@ def main(args):
     progress = {"step": 0, "train_loss": 0.0, "order": order}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state, progress)
     if progress["order"] != order:
-        raise cli.UsageError(f"--resume: {progress['order']} began the epoch and has to end it, not {order}")
+        began = progress["order"]
+        raise errors.UsageError(f"--resume: {began} began the epoch and has to end it, not {order}")
 
     # sends rank 0's weights to all processes here, and averages their gradients in each backward()
-    parallel_model = DistributedDataParallel(model, find_unused_parameters=args.find_unused_parameters)
+    parallel_model = DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                             find_unused_parameters=args.find_unused_parameters)
 
     if args.evaluate:
         # new # what a snapshot holds in its first epoch is loaded, too
         if not args.weights and start_epoch == 1 and not progress["step"]:
 
-            raise cli.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
+            raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
 
         if not reduce.is_main_process():
@@ -193,7 +199,7 @@ def main(args):
 
         # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
         sampler.set_epoch(epoch)
-        torch.manual_seed(args.seed + epoch + 1_000_000 * rank)
+        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
         # new # what was done of this epoch before is skipped without being read
         first_step, progress["step"] = progress["step"], 0
@@ -212,10 +218,10 @@ def main(args):
 
         # new # steps count from the epoch's beginning; dropout follows from the step
         bar.update(first_step)
-        for step, (images, labels) in enumerate(bar, first_step + 1):
+        for step, batch in enumerate(bar, first_step + 1):
             torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
 
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # through DDP: its forward prepares what its backward sends
@@ -237,15 +243,13 @@ def main(args):
             loss_total, stopping = reduce.reduce_sum(sums).tolist()
             train_loss = loss_total / world_size / step
 
-            if not math.isfinite(train_loss):
-                raise cli.RunError(f"epoch {epoch}, step {step}: the loss is {train_loss}; try a lower --lr")
+            errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
             # new # the weights are copied now and written while training goes on
             if stopping or step % args.snapshot_every == 0:
                 norm = torch.nn.utils.get_total_norm(model.parameters()).item()
-                if not math.isfinite(norm):
-                    raise cli.RunError(f"epoch {epoch}, step {step}: the weights' norm is {norm}")
+                errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
                 values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss, "order": order,
                           "accuracy": best_accuracy, "best_accuracy": best_accuracy}
                 if reduce.is_main_process():
@@ -255,7 +259,7 @@ def main(args):
             if stopping:
                 snapshots.wait()
                 dist.barrier()
-                return cli.stopped(epoch, step)
+                return signals.stopped(epoch, step)
 
         seconds = time.perf_counter() - start
 
@@ -264,8 +268,7 @@ def main(args):
             dist.broadcast(buffer, 0)
 
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
-        if not math.isfinite(val_loss):
-            raise cli.RunError(f"epoch {epoch}, step {step}: the validation loss is {val_loss}")
+        errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
@@ -295,28 +298,35 @@ def main(args):
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
-              f"{speed:,.0f} images/s{cli.peak_memory(device)}")
+              f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
 
 # the processes of one launch find each other
 def join_group(args):
-    # torchrun and torch.distributed.launch say who this process is; srun does so in its own words
-    os.environ.update(reduce.launch_environment())
+    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
+    os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # the device comes first: else every process would open a context on device 0
-    args.device = str(cli.select_device(args.device, local_rank))
-    torch.set_num_threads(reduce.cores_per_process())
-    backend = reduce.choose_backend(args.backend, args.device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    atexit.register(dist.destroy_process_group)
+    # choose the device first: otherwise every process opens a context on device 0
+    device = devices.select_device(args.device, local_rank)
+    args.device = str(device)
+    torch.set_num_threads(launch.cores_per_process())
+    backend = reduce.choose_backend(args.backend, device)
+    device_id = None if backend == "gloo" else device
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         args = parse_args()
 
         join_group(args)
 
         # new # 85 where it was stopped, so that a batch script knows to queue it again
-        sys.exit(main(args))
+        code = main(args)
+
+        # not after a failure: it waits for the other processes, who may wait for this one
+        dist.destroy_process_group()
+
+        # new #
+        sys.exit(code)

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.contender import Pictures, make_parser, time_epochs  # noqa: E402
-from common import datasets, models, reduce  # noqa: E402
+from common import datasets, launch, models  # noqa: E402
 
 
 def main(args):
     # without cpu=True, and no accelerator, each process would train a model of its own, in silence
     accelerator = Accelerator(cpu=args.device == "cpu" or not torch.accelerator.is_available())
-    torch.set_num_threads(reduce.cores_per_process())  # after Accelerator(), which counts them otherwise
+    torch.set_num_threads(launch.cores_per_process())  # after Accelerator(), which counts them otherwise
     torch.manual_seed(0)
     source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     loader = DataLoader(Pictures(source), args.batch_size // accelerator.num_processes, shuffle=True, drop_last=True)

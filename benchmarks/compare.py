@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.tables import RESULTS, SCRIPTS, compare_table, file_name, read, show  # noqa: E402
 from benchmarks.turns import launch, machine  # noqa: E402
-from common import cli, datasets, models  # noqa: E402
+from common import datasets, devices, errors, models  # noqa: E402
 
 ALONE = ["train.py", "train_DP.py", "train_mp.py"]  # started by plain python
 
@@ -88,8 +88,8 @@ def one_run(script, seed, args, processes):
 def main():
     args = parse_args()
     if not args.show:
-        where = machine(cli.select_device(args.device), "train*.py", "common")
-        processes = args.processes or cli.count_devices(args.device)
+        where = machine(devices.select_device(args.device), "train*.py", "common")
+        processes = args.processes or devices.count_processes(args.device)
         names = ("device", "dataset", "data_path", "model", "epochs", "batch_size")
         head = {"machine": where, "processes": processes, "arguments": {name: getattr(args, name) for name in names}}
         path = RESULTS / file_name("compare", where, args.dataset, args.model)
@@ -112,5 +112,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         main()

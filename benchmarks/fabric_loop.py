@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.contender import Pictures, make_parser, time_epochs  # noqa: E402
-from common import datasets, models, reduce  # noqa: E402
+from common import datasets, launch, models  # noqa: E402
 
 
 def main(args):
-    torch.set_num_threads(reduce.cores_per_process())
+    torch.set_num_threads(launch.cores_per_process())
     world_size = int(os.environ["WORLD_SIZE"])
     fabric = Fabric(accelerator=args.device or "auto", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
                     strategy="ddp" if world_size > 1 else "auto")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.tables import RESULTS, file_name  # noqa: E402
 from benchmarks.turns import Contender, launch, machine, name_processes, spread  # noqa: E402
-from common import cli, datasets, models  # noqa: E402
+from common import datasets, devices, errors, models  # noqa: E402
 
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
 OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None),
@@ -79,7 +79,7 @@ def main():
     parser.add_argument("--others", nargs="*", choices=list(OTHERS)[1:], default=list(OTHERS)[1:])
     args = parser.parse_args()
 
-    device = cli.select_device(args.device)
+    device = devices.select_device(args.device)
     where = machine(device, "train*.py", "common", "benchmarks/*.py")
     train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     images = len(train_set) // args.batch_size * args.batch_size
@@ -132,5 +132,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         main()

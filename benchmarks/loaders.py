@@ -39,13 +39,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import loader  # noqa: E402
-from common import cli, pairs, reduce  # noqa: E402
+from common import cli, devices, errors, launch, pairs  # noqa: E402
 
 RESIZE, CROP, BATCH, SEED = 256, 224, 8, 1234
 WIDTH, HEIGHT = 640, 480
 TARGETS = {"loader.py / bare loop": 0.85, "loader.py / PIL loader": 2.0}  # the least that will do
 FIRST_BATCH = 0.2  # seconds, in epochs after the first
-CORES = reduce.cores_per_process()
+CORES = launch.cores_per_process()
 RESULTS = ROOT / "benchmarks/results/loaders.json"
 
 
@@ -216,7 +216,7 @@ def spread(values):
 
 
 def main(args):
-    device = cli.select_device(args.device)
+    device = devices.select_device(args.device)
     torch.set_num_threads(1)  # of this process: the cores are for those that decode
     content = {"hardware": hardware(device), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
                "settings": {"pairs": args.pairs, "image": [WIDTH, HEIGHT], "resize": RESIZE, "crop": CROP,
@@ -272,5 +272,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         main(parse_args())

@@ -225,7 +225,7 @@ def play(rank, folder, batch_size=BATCH):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import train_DDP
-    from common import cli
+    from common import errors
 
     loaders, wrapped, buckets, optimizers = [], [], {}, []
 
@@ -255,7 +255,7 @@ def play(rank, folder, batch_size=BATCH):
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
         train_DDP.main(train_DDP.parse_args())
-    except cli.UsageError as error:
+    except errors.UsageError as error:
         return {"refused": str(error)}
     finally:
         dist.destroy_process_group()

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.tables import RESULTS, SCRIPTS, file_name, step_table  # noqa: E402
 from benchmarks.turns import EPOCH, launch, machine, spread  # noqa: E402
-from common import cli, datasets, models  # noqa: E402
+from common import datasets, devices, errors, models  # noqa: E402
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -203,7 +203,7 @@ def watch_epochs(args):
     result = subprocess.run(launch(0, "benchmarks/step.py", "--watch", args.script, *arguments), cwd=ROOT,
                             stdout=subprocess.PIPE, text=True)
     if result.returncode:
-        raise cli.RunError(f"{args.script}: exit code {result.returncode}; what it said stands above")
+        raise errors.RunError(f"{args.script}: exit code {result.returncode}; what it said stands above")
     lines = result.stdout.splitlines()
     seconds = [float(match[1]) for match in map(EPOCH.match, lines) if match]
     waits = json.loads(lines[-1])
@@ -224,9 +224,9 @@ def main():
     parser.add_argument("--epochs", type=int, default=5, help="of the script; the first does not count")
     args = parser.parse_args()
     if args.epochs < 2:
-        raise cli.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")
+        raise errors.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")
 
-    device = cli.select_device(args.device)
+    device = devices.select_device(args.device)
     where = machine(device, "train*.py", "common", "benchmarks/step.py")
     train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     content = {"machine": where, "arguments": vars(args), "threads": torch.get_num_threads(),
@@ -240,5 +240,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--watch"]:
         watch(sys.argv[2:])
     else:
-        with cli.report_errors():
+        with errors.report_errors():
             main()

@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.contender import Pictures, make_parser, time_epochs  # noqa: E402
-from common import cli, datasets, models, reduce  # noqa: E402
+from common import datasets, devices, launch, models, reduce  # noqa: E402
 
 
 def main(args):
-    device = cli.select_device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
-    torch.set_num_threads(reduce.cores_per_process())
+    device = devices.select_device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.set_num_threads(launch.cores_per_process())
     dist.init_process_group(reduce.choose_backend(None, device))
     atexit.register(dist.destroy_process_group)
     source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")

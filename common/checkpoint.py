@@ -1,20 +1,26 @@
-"""Checkpoints that a crash cannot tear and that loading cannot turn into running code."""
+"""Atomic checkpoints that load without executing code."""
 import contextlib
+import errno
 import os
 import pickle
+import socket
+import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from common.cli import ProcessError, UsageError
-from common.reduce import agree, is_main_process
+from .errors import ProcessError, UsageError
+from .reduce import agree, is_main_process
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+LOCK_SECONDS = 100  # an NFSv4 server drops the locks of a crashed host when its lease ends; on Linux that is 90 s
 
 _locks = []  # open as long as the process lives
 
@@ -32,13 +38,38 @@ def make_folder(path, lock=True):
     if not os.access(path, os.W_OK):
         raise UsageError(f"--output-dir {path}: not writable")
     if lock and fcntl and is_main_process():
-        file = open(Path(path, ".lock"), "a+")
+        _locks.append(_lock(path, open(Path(path, ".lock"), "a+")))
+    return Path(path)
+
+
+def _lock(path, file):
+    """Lock the `file` of the folder `path` and return it; warn where the file system has no locks."""
+    end = time.monotonic() + LOCK_SECONDS
+    waiting = False
+    while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"--output-dir {path}: another run writes there; name another folder") from None
-        _locks.append(file)
-    return Path(path)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # Lustre without -o flock: ENOSYS; NFS: ENOLCK
+                print(f"--output-dir {path}: its file system has no locks ({error.strerror}); a second run there is not"
+                      " noticed", file=sys.stderr)
+                return file
+        else:
+            break
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        if holder.startswith(f"{socket.gethostname()} ") or time.monotonic() > end:
+            raise UsageError(f"--output-dir {path}: another run writes there (host and process {holder}); "
+                             "name another folder")
+        if not waiting:
+            print(f"--output-dir {path}: locked by host and process {holder}; waiting up to {LOCK_SECONDS} s, in case "
+                  "that host has crashed", file=sys.stderr)
+        waiting = True
+        time.sleep(1)
+    file.truncate(0)
+    file.write(f"{socket.gethostname()} {os.getpid()}\n")
+    file.flush()
+    return file
 
 
 def save_checkpoint(path, state, **values):
@@ -89,24 +120,27 @@ def _write(path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)  # the new name is on disk only when the folder is
-        os.fsync(directory)
-        os.close(directory)
     except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__
         reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
         raise ProcessError(f"cannot save {path}: {reason}; what was saved before is whole") from None
+    with contextlib.suppress(OSError):  # the new name is on disk only when the folder is; Windows opens no folder
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
 
 
 def load_file(option, path):
     """Return what `torch.save` wrote to `path`, on the CPU: tensors and plain values only, no code is run.
 
+    The file is mapped, not read: the processes of a host share its pages, where each would have a copy in memory
+    (https://docs.pytorch.org/docs/stable/generated/torch.load.html, `mmap`). So copy what is to outlive the file.
     Raises UsageError, naming `option`, for a file that is missing, torn or of another kind.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError:
         raise UsageError(f"{option} {path}: no such file") from None
     except OSError as error:
@@ -126,7 +160,8 @@ def resume(path, output_dir, state, progress=None):
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
 
     `path` is a file, None for nothing to resume, or "auto" for `last.pt` in `output_dir` if it is there. A checkpoint
-    of any variant will do: one without a `scaler` leaves the scaler as it is. `progress` is a dict that takes over
+    of any variant will do: one without a `scaler` leaves the scaler as it is. The optimizer keeps the settings of this
+    command (rate, momentum, weight decay), and one line says what they change. `progress` is a dict that takes over
     what the checkpoint has under its keys; without one a snapshot within an epoch is refused. Raises UsageError for a
     checkpoint that does not fit, and where the processes did not all find the same one.
     """
@@ -144,11 +179,12 @@ def _restore(path, state, progress):
     for name in [*state, "epoch", "accuracy", "best_accuracy"]:
         if name not in checkpoint and name != "scaler":
             raise UsageError(f"--resume {path}: has no {name!r}; to start from its weights alone use --weights")
+    settings = [group.copy() for group in state["optimizer"].param_groups]
     for name, part in state.items():
         if not checkpoint.get(name):  # a scaler that was not in use has no state
             continue
         try:
-            part.load_state_dict(checkpoint[name])
+            part.load_state_dict(_copy(checkpoint[name]))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"--resume {path}: its {name} is of another run: other --model, --dataset or"
                              " --freeze-layers?") from None
@@ -158,7 +194,27 @@ def _restore(path, state, progress):
                          " takes its weights")
     if progress is not None:
         progress.update((name, checkpoint[name]) for name in progress.keys() & checkpoint.keys())
+    changes = _keep_settings(state, settings)
     if is_main_process():
         done = f"{step} steps of epoch {checkpoint['epoch'] + 1} are" if step else f"epoch {checkpoint['epoch']} is"
         print(f"resume {path}: {done} done, best accuracy {checkpoint['best_accuracy']:.4f}")
+        if changes:
+            print(f"resume {path}: this command changes {', '.join(changes)}")
     return checkpoint["epoch"] + 1, checkpoint["best_accuracy"]
+
+
+def _keep_settings(state, settings):
+    """Give a restored optimizer the `settings` it had before; return what that changes, ["lr from 0.1 to 0.2"]."""
+    groups, scheduler = state["optimizer"].param_groups, state.get("scheduler")
+    restored = [group.copy() for group in groups]
+    for group, old, new in zip(groups, restored, settings):
+        group.update((name, value) for name, value in new.items() if name not in ("params", "lr"))
+        if "initial_lr" in new:  # a scheduler moves the rate in proportion to this
+            group["lr"] = old["lr"] * (new["initial_lr"] / old["initial_lr"])
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+    if hasattr(scheduler, "lr_lambdas"):  # a closed form, in which --epochs and --lrf may have changed too
+        for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas):
+            group["lr"] = base * factor(scheduler.last_epoch)
+    return sorted({f"{name} from {old[name]:g} to {new[name]:g}" for old, new in zip(restored, groups)
+                   for name in ("lr", "momentum", "weight_decay") if name in new and old[name] != new[name]})

@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import nn
 
-from common.cli import UsageError, tie_worker
-from common.reduce import cores_per_process, is_main_process
+from .errors import UsageError
+from .launch import cores_per_process
+from .reduce import is_main_process
+from .signals import tie_worker
 
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")  # what torchvision.io.decode_image reads
+PINNED = ("cuda", "xpu")  # devices that copy from pinned memory
 SPLIT_SEED = 0  # of the train/val split where a set has none: every run, whatever its --seed, has the same one
 
 # per channel, of pixels scaled to [0, 1], over each training set; ImageNet's for folders of photos
@@ -155,12 +158,13 @@ def loader_options(workers, device, dataset):
     """Return the DataLoader arguments that all loaders of a script share.
 
     `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, at most
-    8, or what the `dataset` has as `most_workers`. Workers stay alive between epochs, and batches are pinned where a
-    device can then copy them without waiting.
+    8, or what the `dataset` has as `most_workers`. Workers stay alive between epochs. Batches are pinned where a device
+    then copies them while the CPU goes on. A copy that does not wait is safe from pinned memory alone, so the scripts
+    ask for one only then: on MPS it can read memory that is already in use again (pytorch issue 189690).
     """
     if workers is None:
         workers = max(0, min(getattr(dataset, "most_workers", 8), cores_per_process() - 1))
-    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type != "cpu",
+    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type in PINNED,
             "collate_fn": whole_batch, "worker_init_fn": tie_worker}
 
 

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_image
 
-from common.cli import ProcessError
+from .errors import ProcessError
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 

@@ -4,9 +4,9 @@ import types
 
 from torch import nn
 
-from common.checkpoint import load_file
-from common.cli import UsageError
-from common.reduce import is_main_process
+from .checkpoint import load_file
+from .errors import UsageError
+from .reduce import is_main_process
 
 MODELS = ["cnn", "resnet18", "resnet34", "resnet50"]
 

@@ -18,9 +18,9 @@ from PIL import Image
 from torchvision.io import write_jpeg, write_png
 from torchvision.utils import make_grid
 
-from common.cli import ProcessError, UsageError
-from common.datasets import mix
-from common.images import check_png, decode
+from .datasets import mix
+from .errors import ProcessError, UsageError
+from .images import check_png, decode
 
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB\x60\x82")  # of a whole JPEG, of a whole PNG

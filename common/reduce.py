@@ -1,12 +1,15 @@
 """Rank, world size and sums over the processes: 0, 1 and the identity when no process group exists."""
 import os
-import subprocess
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # early: its default arguments keep the group that is there, with threads that outlive it
 
-from common.cli import UsageError
+from . import devices, launch
+from .errors import UsageError
+
+_stores = []  # rank 0 may serve the one in here: it has to live on
 
 
 def get_rank():
@@ -42,41 +45,6 @@ def agree(value):
     return all(other == value for other in values)
 
 
-def local_world_size():
-    """Return how many processes of the launch share this machine, as the launcher says (1 where none does)."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    if "SLURM_STEP_ID" in os.environ:  # tasks may be placed unevenly: the mean, rounded up
-        return -(-int(os.environ["SLURM_NTASKS"]) // int(os.environ["SLURM_NNODES"]))
-    return 1
-
-
-def launch_environment():
-    """Return what `torch.distributed` wants to find in the environment, as far as no launcher has put it there.
-
-    torchrun and torch.distributed.launch set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. A task of
-    Slurm's `srun` has variables of Slurm's instead: its rank, local rank and number of tasks are taken from them, the
-    first host of the step is the master, and the port follows from the job's number, so that two jobs do not meet.
-    Plain `python` is a group of one, at any free port.
-    """
-    env = os.environ
-    if "RANK" in env:
-        return {}
-    if "SLURM_STEP_ID" not in env:  # not SLURM_PROCID: a batch script has that too, and is not a task
-        return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    hosts = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True,
-                           text=True, check=True).stdout.split()
-    return {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
-            "MASTER_ADDR": env.get("MASTER_ADDR", hosts[0]),
-            "MASTER_PORT": env.get("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))}
-
-
-def cores_per_process():
-    """Return how many cores of this machine each process of the launch on it can have, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // local_world_size())
-
-
 def exact_share(batch_size, world_size):
     """Return the part of a global batch that is one process's; UsageError where the processes cannot share evenly."""
     share, rest = divmod(batch_size, world_size)
@@ -86,16 +54,39 @@ def exact_share(batch_size, world_size):
 
 
 def choose_backend(name, device):
-    """Return the name of a communication backend: `name`, or the device's own (nccl on CUDA, gloo on CPU) if None.
+    """Return the name of a communication backend: `name`, or if None the device's own (nccl on CUDA, gloo on a CPU).
 
-    Raises UsageError for one that this build of torch lacks, or that does not work on the device.
+    Where two processes share a device it is gloo, and the main process says so: NCCL refuses a second rank on a GPU
+    ("Duplicate GPU detected", in src/init.cc of github.com/NVIDIA/nccl). Raises UsageError for a backend that this
+    build of torch lacks, or that does not work on the device.
     """
     device = torch.device(device)
     default = dist.get_default_backend_for_device(device)
     if name is None:
-        return default
+        if device.type == "cpu" or not devices_are_shared(devices.identify(device)):
+            return default
+        if os.environ["RANK"] == "0":
+            print(f"several processes on {device}: gloo connects them, since {default} takes one process for a device")
+        return "gloo"
     if not dist.is_backend_available(name):
         raise UsageError(f"--backend {name}: not in this build of torch; {device.type} takes {default}")
     if device.type not in dist.Backend.backend_capability.get(name, [device.type]):
         raise UsageError(f"--backend {name}: does not work on {device.type}; it takes {default}")
     return name
+
+
+def devices_are_shared(identity, timeout=timedelta(minutes=5)):
+    """Return whether two of the launch's processes gave the same `identity` of a device; every process must call it.
+
+    Asked on one host alone, before there is a group: on several, where attempts to start are not numbered alike,
+    --backend gloo is for the user to say.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size == 1 or world_size > launch.local_world_size():
+        return False
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # torchrun's store keeps what earlier attempts wrote
+    keys = [f"device of rank {other}, attempt {attempt}" for other in range(world_size)]
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set(keys[rank], identity)
+    _stores.append(store)
+    return len({store.get(key) for key in keys}) < world_size

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import cli, reduce  # noqa: E402, I001
+from common import cli, devices, errors, launch, reduce  # noqa: E402, I001
 
 import torch  # noqa: E402
 import train_DDP  # noqa: E402
@@ -31,7 +31,7 @@ def parse_args():
     sys.argv[1:] = [argument for argument in rest if argument != "--"]
     args = train_DDP.parse_args()
     if driver.max_failures and args.resume != "auto":
-        raise cli.UsageError("--max-failures: every start would begin anew; add --resume auto after the --")
+        raise errors.UsageError("--max-failures: every start would begin anew; add --resume auto after the --")
     for name in ("data_path", "output_dir", "weights", "resume"):  # a worker has a working directory of its own
         path = getattr(args, name)
         if path and path != "auto":
@@ -42,8 +42,8 @@ def parse_args():
 def worker(values):
     """Do in a worker what join_group() does, but for the group, which is there; then train."""
     args = argparse.Namespace(**values)
-    args.device = str(cli.select_device(args.device, int(os.environ["LOCAL_RANK"])))
-    torch.set_num_threads(reduce.cores_per_process())  # Ray leaves each worker one thread, on however many cores
+    args.device = str(devices.select_device(args.device, int(os.environ["LOCAL_RANK"])))
+    torch.set_num_threads(launch.cores_per_process())  # Ray leaves each worker one thread, on however many cores
     train_DDP.main(args)
 
 
@@ -54,7 +54,7 @@ def main():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError:
-        raise cli.UsageError('Ray is not installed; pip install "ray[default,train]"') from None
+        raise errors.UsageError('Ray is not installed; pip install "ray[default,train]"') from None
 
     # the path is for Ray's controller, too: it hands on what a worker raises. Without the last, all prints come twice.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -67,7 +67,7 @@ def main():
     kind = "GPU" if use_gpu else "CPU"
     count = driver.num_workers or (int(have["GPU"]) if use_gpu else 2)
     if count > have.get(kind, 0):  # Ray would wait for more to come
-        raise cli.UsageError(f"--num-workers {count}: one {kind} each, and Ray has {have.get(kind, 0):g}")
+        raise errors.UsageError(f"--num-workers {count}: one {kind} each, and Ray has {have.get(kind, 0):g}")
     reduce.exact_share(args.batch_size, count)
     backend = reduce.choose_backend(args.backend, kind.replace("GPU", "cuda").lower()) if args.backend else None
     trainer = TorchTrainer(
@@ -81,11 +81,11 @@ def main():
         # where one fails, the others lose their connection to it, a RuntimeError, which says less
         failures = error.worker_failures.items()
         rank, failure = min(failures, key=lambda item: isinstance(item[1], RuntimeError), default=(0, error))
-        if not isinstance(failure, (cli.UsageError, cli.RunError)):
-            failure = cli.RunError(f"rank {rank}: {str(failure).splitlines()[0]} (more of it above)")
+        if not isinstance(failure, (errors.UsageError, errors.RunError)):
+            failure = errors.RunError(f"rank {rank}: {str(failure).splitlines()[0]} (more of it above)")
         raise failure from None
 
 
 if __name__ == "__main__":
-    with cli.report_errors():
+    with errors.report_errors():
         main()

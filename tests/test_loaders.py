@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 root, folder = sys.argv[1:3]
 sys.path.insert(0, root)
-from common import cli
+from common import errors
 
 
 def train(loader):
@@ -83,7 +83,7 @@ if __name__ == "__main__":
                 result["epochs"] = [list(loader) for _ in range(args.epochs)]
             else:
                 result[job["action"]] = globals()[job["action"]](loader)
-        except (cli.UsageError, cli.RunError) as error:
+        except (errors.UsageError, errors.RunError) as error:
             if dist.get_world_size() > 1:
                 raise
             result["error"] = [type(error).__name__, str(error)]

@@ -1,0 +1,85 @@
+"""Signals: who ends with whom, and what `train_elastic.py` does with SIGTERM and SIGUSR1. Nothing happens on import."""
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+STOPPED = 85  # exit code of a run that a signal stopped after a save: "start me again"
+
+noted = threading.Event()
+
+
+def end_with_parent(number):
+    """Let the system send this process the signal `number` when its parent ends (on Linux; elsewhere, nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def end_with_launcher():
+    """Under torchrun, end when its agent ends, even by SIGKILL: else this process would wait for peers or train on."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or multiprocessing.parent_process():
+        return
+    end_with_parent(signal.SIGTERM)
+    # the agent may have ended while torch was imported (it is a Python program, also as process 1 of a container)
+    if os.getppid() == 1 and "python" not in os.path.basename(os.path.realpath("/proc/1/exe")):
+        sys.exit(128 + signal.SIGTERM)
+
+
+def note_signals(*names):
+    """From now on only note these signals, however often they come; return the `threading.Event` that says so.
+
+    This thread blocks them, so that the loader's workers, which it starts, inherit the block: see `shield_worker`.
+    """
+    numbers = {getattr(signal, name) for name in names if hasattr(signal, name)}  # Windows has no SIGUSR1
+    for number in numbers:
+        signal.signal(number, lambda *_: noted.set())  # where a thread of torch's takes it
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        threading.Thread(target=_note, args=(numbers,), daemon=True).start()
+    return noted
+
+
+def _note(numbers):
+    while signal.sigwait(numbers):
+        noted.set()
+
+
+def tie_worker(worker_id):
+    """In a DataLoader's worker (its `worker_init_fn`): end when the process that reads from it ends.
+
+    torch's own watchdog misses a death while the worker still starts, which under spawn takes seconds, and the worker
+    would stay for ever.
+    """
+    end_with_parent(signal.SIGKILL)  # under forkserver the server is the parent, and ends too
+    if not multiprocessing.parent_process().is_alive():
+        os._exit(1)
+
+
+def shield_worker(worker_id):
+    """As `tie_worker`, and take SIGTERM from the training process alone.
+
+    Schedulers signal every process of a job. A worker that ended then would break the epoch that is to be saved.
+    """
+    tie_worker(worker_id)
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=_end_with_parent, args=(multiprocessing.parent_process().pid,), daemon=True).start()
+    elif hasattr(signal, "pthread_sigmask"):  # macOS
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _end_with_parent(parent):
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def stopped(epoch, step):
+    """Return the exit code of a run that a signal stopped after this step; the main process says so."""
+    for name in ("SIGTERM", "SIGUSR1"):  # when one process has ended, launchers signal the others
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if int(os.environ["RANK"]) == 0:
+        print(f"epoch {epoch}, step {step}: stopped by a signal and saved; the same command with --resume auto goes on")
+    return STOPPED
