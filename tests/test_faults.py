@@ -133,7 +133,7 @@ def test_one_output_folder_takes_one_run(tmp_path):
         live.wait_for("^epoch +1/")
         second = run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path)
         assert ours(second.err.splitlines()) == [
-            f"train_DDP.py: error: --output-dir {tmp_path}: another run writes there; name another folder"]
+            f"train_DDP.py: error: --output-dir {tmp_path}: another run writes there (host and process"]
         assert second.code == 1 and "epoch" not in second.out
         measured = good(run(PYTHON, "train.py", "--evaluate", "--resume", "auto", "--output-dir", tmp_path))
         assert "accuracy" in measured.out

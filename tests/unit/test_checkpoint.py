@@ -1,0 +1,164 @@
+"""Checkpoints and the output folder: what a resumed run takes from its command, and file systems that cannot lock."""
+import errno
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from common import checkpoint, models
+from common.errors import ProcessError
+
+
+def make(lr=0.05, momentum=0.9, weight_decay=1e-4, epochs=10, schedule=None):
+    """Return a model, its optimizer and its scheduler as a script makes them."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(models.parameter_groups(model, weight_decay), lr, momentum)
+    scheduler = schedule(optimizer) if schedule else torch.optim.lr_scheduler.LambdaLR(
+        optimizer, models.cosine(epochs, 0.01))
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(state, epochs):
+    """Train for some epochs of one step; return the rate of each."""
+    rates = []
+    for _ in range(epochs):
+        state["optimizer"].zero_grad()
+        state["model"](torch.ones(1, 2)).sum().backward()
+        state["optimizer"].step()
+        rates.append([group["lr"] for group in state["optimizer"].param_groups])
+        state["scheduler"].step()
+    return rates
+
+
+def save(path, state, epoch):
+    checkpoint.save_checkpoint(path, state, epoch=epoch, accuracy=0.5, best_accuracy=0.5)
+    return path
+
+
+def test_the_same_command_resumes_bit_for_bit(tmp_path, capsys):
+    whole = make()
+    rates = train(whole, 6)
+    half = make()
+    train(half, 3)
+    again = make()
+    assert checkpoint.resume(save(tmp_path / "half.pt", half, 3), tmp_path, again) == (4, 0.5)
+    assert "changes" not in capsys.readouterr().out
+    assert train(again, 3) == rates[3:]
+    for left, right in zip(whole["model"].parameters(), again["model"].parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_the_command_line_wins(tmp_path, capsys):
+    """Rate, momentum and weight decay are the new command's, and the rates that follow are those of its schedule."""
+    old = make()
+    train(old, 3)
+    path = save(tmp_path / "old.pt", old, 3)
+    new = make(lr=0.2, momentum=0.5, weight_decay=0.1, epochs=20)
+    checkpoint.resume(path, tmp_path, new)
+    said = capsys.readouterr().out.splitlines()
+    rates = train(make(lr=0.2, epochs=20), 6)[3:]
+    assert said[1] == (f"resume {path}: this command changes lr from {0.05 * models.cosine(10, 0.01)(3):g} to "
+                       f"{rates[0][0]:g}, momentum from 0.9 to 0.5, weight_decay from 0.0001 to 0.1")
+    assert [(group["momentum"], group["weight_decay"]) for group in new["optimizer"].param_groups] == [(0.5, 0.1),
+                                                                                                       (0.5, 0.0)]
+    assert train(new, 3) == rates
+
+
+def test_a_scheduler_of_ones_own_is_scaled(tmp_path):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    old = make(lr=0.1, schedule=schedule)
+    train(old, 3)
+    new = make(lr=0.4, schedule=schedule)
+    checkpoint.resume(save(tmp_path / "old.pt", old, 3), tmp_path, new)
+    assert [rate[0] for rate in train(new, 3)] == pytest.approx([0.2, 0.1, 0.1])
+
+
+def test_what_is_resumed_does_not_lean_on_the_file(tmp_path):
+    """The file is mapped, and what stays in use is a copy: pages of a file that another host replaces may be lost."""
+    old = make()
+    train(old, 1)
+    path = save(tmp_path / "old.pt", old, 1)
+    mapped, new = checkpoint.load_file("--resume", path), make()
+    checkpoint.resume(path, tmp_path, new)
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert not mapped["model"]["weight"].any()
+    kept = [one["momentum_buffer"] for one in new["optimizer"].state.values()]
+    assert len(kept) == 2 and all(tensor.any() for tensor in [*kept, *new["model"].parameters()])
+
+
+def test_a_folder_that_cannot_be_opened_is_still_saved_to(tmp_path, monkeypatch):
+    """On Windows os.open refuses a folder, when the file has its name already."""
+    real = checkpoint.os.open
+
+    def refuse_folders(path, *rest):
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *rest)
+
+    monkeypatch.setattr(checkpoint.os, "open", refuse_folders)
+    save(tmp_path / "last.pt", make(), 1)
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == 1
+
+
+def test_a_file_that_cannot_be_renamed_is_an_error(tmp_path):
+    (tmp_path / "last.pt").mkdir()
+    with pytest.raises(ProcessError, match="cannot save"):
+        save(tmp_path / "last.pt", make(), 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch, capsys, number):
+    def refuse(*_):
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr(checkpoint.fcntl, "lockf", refuse)
+    assert checkpoint.make_folder(tmp_path) == tmp_path
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"--output-dir {tmp_path}: " in said and "no locks" in said
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.truncate(0); file.write(sys.argv[2]); file.flush()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def hold(folder, holder):
+    """Return a process that holds the folder's lock, as a process that says it is `holder`, until its input ends."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, folder / ".lock", holder], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+TAKE = "from common import checkpoint; import sys; checkpoint.make_folder(sys.argv[1]); print('taken', flush=True)"
+
+
+def test_a_lock_of_another_host_is_waited_for(tmp_path):
+    """A crashed host's lock stays until its lease ends: a start that waits for it does not use up a restart."""
+    holder = hold(tmp_path, "elsewhere 4711\n")
+    run = subprocess.Popen([sys.executable, "-c", TAKE, tmp_path], cwd=ROOT, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True)
+    said = run.stderr.readline()
+    assert "elsewhere 4711" in said and f"waiting up to {checkpoint.LOCK_SECONDS} s" in said
+    holder.communicate("")
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out, err) == (0, "taken\n", "")
+
+
+def test_a_lock_of_another_host_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    holder = hold(tmp_path, "elsewhere 4711\n")
+    monkeypatch.setattr(checkpoint, "LOCK_SECONDS", 0)
+    with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: another run .*elsewhere 4711"):
+        checkpoint.make_folder(tmp_path)
+    holder.communicate("")

@@ -1,0 +1,95 @@
+"""Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
+import pytest
+
+from common import devices
+from common.errors import UsageError
+
+GROUPS = {"cpu", "cuda", "xpu"}  # torch.distributed has no backend that takes MPS tensors
+
+
+def choose(name, machine, count, *group):
+    """Return the choice for (local rank, processes on the host), or for a single process without them."""
+    options = dict(zip(("local_rank", "processes"), group), in_groups=GROUPS) if group else {}
+    return devices.choose_device(name, machine, count, **options)
+
+
+@pytest.mark.parametrize(("asked", "machine", "count", "group", "chosen"), [
+    # one process
+    (None, None, 0, (), "cpu"),
+    (None, "cuda", 4, (), "cuda"),
+    (None, "mps", 1, (), "mps"),
+    ("cpu", "cuda", 4, (), "cpu"),
+    ("cuda:3", "cuda", 4, (), "cuda:3"),
+    ("mps", "mps", 1, (), "mps"),
+    # a process of a group takes its own
+    (None, None, 0, (1, 2), "cpu"),
+    (None, "cuda", 4, (2, 4), "cuda:2"),
+    ("cuda", "cuda", 4, (3, 4), "cuda:3"),
+    (None, "xpu", 2, (1, 2), "xpu:1"),
+    ("cpu", "cuda", 4, (1, 2), "cpu"),
+    # more processes than devices: a laptop; or Slurm's --gpus-per-task=1, where each sees one
+    (None, "cuda", 1, (1, 2), "cuda:0"),
+    (None, "cuda", 2, (3, 4), "cuda:1"),
+    # an Apple computer: no backend takes its tensors
+    (None, "mps", 1, (0, 1), "cpu"),
+    (None, "mps", 1, (1, 2), "cpu"),
+    ("cpu", "mps", 1, (1, 2), "cpu"),
+    # one process may name its device, under a launcher too
+    ("cuda:1", "cuda", 4, (0, 1), "cuda:1"),
+])
+def test_the_choice(asked, machine, count, group, chosen):
+    assert choose(asked, machine, count, *group) == chosen
+
+
+@pytest.mark.parametrize(("asked", "machine", "count", "group", "said"), [
+    ("warp", "cuda", 1, (), "no such kind of device"),
+    ("cuda", None, 0, (), "not on this machine"),
+    ("cuda", "mps", 1, (), "its accelerator: mps"),
+    ("cuda:4", "cuda", 4, (), "has 4, numbered from 0"),
+    ("cuda:4", "cuda", 4, (0, 1), "has 4, numbered from 0"),
+    ("mps", "mps", 1, (0, 1), "--device cpu"),
+    ("cuda:1", "cuda", 4, (0, 2), "CUDA_VISIBLE_DEVICES"),
+])
+def test_what_cannot_be_had_is_refused(asked, machine, count, group, said):
+    with pytest.raises(UsageError) as refused:
+        choose(asked, machine, count, *group)
+    assert f"--device {asked}: " in str(refused.value) and said in str(refused.value)
+
+
+def test_torch_itself_says_which_devices_a_group_can_have():
+    assert {"cpu", "cuda"} <= devices.device_types_in_groups()
+    assert "mps" not in devices.device_types_in_groups()
+
+
+def test_without_an_accelerator_there_is_one_cpu():
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without an accelerator")
+    assert devices.select_device(None).type == devices.select_device(None, 1).type == "cpu"
+    assert devices.count_processes(None) == 2 and devices.device_ids(torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps", "cuda", "xpu"])
+def test_copies_do_not_wait_only_from_pinned_memory(kind):
+    import torch
+
+    from common import datasets
+
+    options = datasets.loader_options(0, torch.device(kind), [])
+    assert options["pin_memory"] == (kind in ("cuda", "xpu"))
+
+
+def test_the_store_of_one_host_listens_on_one_address():
+    import socket
+
+    from common import launch
+
+    store = launch.serve_store("127.0.0.1", 0, nodes=1)
+    socket.create_connection(("127.0.0.1", store.port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), 5)
+    with pytest.raises(UsageError, match=f"--port {store.port} on --ip 127.0.0.1: .*in use"):
+        launch.serve_store("127.0.0.1", store.port, nodes=1)
+    with pytest.raises(UsageError, match="--nnodes 2: .*--port"):
+        launch.serve_store("127.0.0.1", 0, nodes=2)

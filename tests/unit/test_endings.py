@@ -1,0 +1,89 @@
+"""What is said of an error: one line where the cause is known, nothing (so that the traceback stays) where it is not."""
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+
+from common import errors
+
+NCCL = ("NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.5\n"
+        "{}\nLast error:\n{}")
+
+
+def worker_error(kind, text):
+    """Return what a DataLoader raises for an error in its worker (torch/_utils.py, ExceptionWrapper)."""
+    return kind(f"Caught {kind.__name__} in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+                f'  File "mine.py", line 1, in __getitem__\n{kind.__module__}.{kind.__name__}: {text}')
+
+
+@pytest.mark.parametrize(("error", "parts"), [
+    (errors.UsageError("--lr 7: too much"), ["--lr 7: too much"]),
+    (worker_error(errors.ProcessError, "a.png: cannot be read"), ["a.png: cannot be read"]),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), ["2 GiB", "--batch-size"]),
+    (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), ["pid 71", "--workers"]),
+    (RuntimeError("DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers "
+                  "are out of shared memory. Please try to raise your shared memory limit."), ["shared memory limit"]),
+    (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), ["71, 72"]),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41"), ["lost", "first that"]),
+    (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv"), ["--timeout"]),
+    (dist.DistNetworkError("The client socket has timed out after 600000ms"), ["lost", "--timeout"]),
+    (dist.DistBackendError(NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call"
+                                       " failed possibly due to a network error.", "socketPoll: 10.0.0.2<43>")),
+     ["lost", "ncclRemoteError", "10.0.0.2<43>"]),  # the whole message: its first line says nothing
+])
+def test_what_can_be_foreseen_is_said(error, parts):
+    said = errors.explain(error)
+    assert all(part in said for part in parts), said
+
+
+@pytest.mark.parametrize("error", [
+    # a reader's own mistakes
+    worker_error(RuntimeError, "stack expects each tensor to be equal size, but got [3, 4, 4] at entry 0"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (64x288 and 100x10)"), KeyError("gloo"),
+    RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one."),
+    # what NCCL says of this process or of its machine, not of a lost peer
+    dist.DistBackendError(NCCL.format("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage of NCCL "
+                                      "library.", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000")),
+    dist.DistBackendError(NCCL.format("unhandled system error", "ncclSystemError: System call (e.g. socket, malloc) or "
+                                      "external library call failed.", "Error while creating shared memory segment")),
+    ValueError("not foreseen"),
+])
+def test_what_is_not_foreseen_keeps_its_traceback(error):
+    assert errors.explain(error) is None
+
+
+IMPORT = """
+import asyncio, signal
+before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+import common
+from common import checkpoint, cli, datasets, devices, errors, images, launch, models, pairs, reduce, signals
+assert before == {number: signal.getsignal(number) for number in before}
+
+async def main():
+    try:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        print("shut down")
+        raise
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("interrupted")
+import ctypes
+number = ctypes.c_int()
+if hasattr(ctypes.CDLL(None), "prctl"):
+    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+assert number.value == 0
+"""
+
+
+def test_importing_common_changes_nothing_in_the_process():
+    """Not the handlers of signals, so that asyncio shuts down on Ctrl-C, nor what happens when the parent ends."""
+    said = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, env={"TORCHELASTIC_RUN_ID": "1", "PATH": ""},
+                          capture_output=True, text=True)
+    assert (said.returncode, said.stdout) == (0, "shut down\ninterrupted\n"), said.stderr
