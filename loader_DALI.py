@@ -12,7 +12,6 @@ Parent: loader.py
 import os
 import time
 
-# new #
 from common import cli, datasets, devices, errors, launch, pairs, reduce
 
 # new #
@@ -239,11 +238,11 @@ def join_group(args):
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
     # Choose the device first: otherwise every process opens a context on device 0
-    device = devices.select_device(args.device, local_rank)
-    args.device = str(device)
+    args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
-    backend = reduce.choose_backend(None, device)
-    dist.init_process_group(backend, device_id=None if backend == "gloo" else device)
+    backend = reduce.choose_backend(None, args.device)
+    device_id = None if backend == "gloo" else torch.device(args.device)
+    dist.init_process_group(backend, device_id=device_id)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def parse_args():
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="on a GPU: bit-equal runs, but slower")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, but slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
@@ -138,8 +138,10 @@ def main(args):
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
 
     # sends rank 0's weights to all processes here, and averages their gradients in each backward()
-    parallel_model = DistributedDataParallel(model, gradient_as_bucket_view=True,
-                                             find_unused_parameters=args.find_unused_parameters)
+    # --deterministic: a DDP that looks for unused parameters does not regroup its sums after the first step
+    parallel_model = DistributedDataParallel(
+        model, gradient_as_bucket_view=True,
+        find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
@@ -254,11 +256,10 @@ def join_group(args):
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
     # choose the device first: otherwise every process opens a context on device 0
-    device = devices.select_device(args.device, local_rank)
-    args.device = str(device)
+    args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
-    backend = reduce.choose_backend(args.backend, device)
-    device_id = None if backend == "gloo" else device
+    backend = reduce.choose_backend(args.backend, args.device)
+    device_id = None if backend == "gloo" else torch.device(args.device)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
 
 
