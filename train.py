@@ -33,7 +33,7 @@ def parse_args():
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, but slower")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")

@@ -51,7 +51,7 @@ def parse_args():
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, but slower")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
@@ -166,7 +166,7 @@ def main(args):
     progress = {"step": 0, "train_loss": 0.0, "order": order}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state, progress)
     if progress["order"] != order:
-        raise errors.UsageError(f"--resume: {progress['order']} began the epoch and must end it, not {order}")
+        raise errors.UsageError(f"--resume: {progress['order']} began this epoch and ends it, not {order}")
 
     # sends rank 0's weights to all processes here, and averages their gradients in each backward()
     # --deterministic: a DDP that looks for unused parameters does not regroup its sums after the first step

@@ -110,7 +110,7 @@ def test_a_snapshot_is_for_the_script_that_can_use_it(stopped, tmp_path):
     result = run(PYTHON, "train_elastic.py", *SAME, "--batch-size", "64", "--resume", stopped / "last.pt",
                  "--output-dir", tmp_path)
     assert result.code == 2 and result.err == (
-        "train_elastic.py: error: --resume: --batch-size 96 --seed 3 began the epoch and must end it, not"
+        "train_elastic.py: error: --resume: --batch-size 96 --seed 3 began this epoch and ends it, not"
         " --batch-size 64 --seed 3\n")
 
 
