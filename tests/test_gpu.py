@@ -1,4 +1,7 @@
-"""What a CPU cannot show: DataParallel, SyncBatchNorm, nccl, fp16 at speed. Two gloo processes may share one GPU."""
+"""What a CPU cannot show: DataParallel, SyncBatchNorm, nccl, fp16 at speed. Two gloo processes may share one GPU.
+
+    python -m pytest -m "gpu or not gpu" tests/test_gpu.py        # has not run on a GPU yet
+"""
 import pytest
 import torch
 from conftest import LAUNCH, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
@@ -6,6 +9,7 @@ from conftest import LAUNCH, PYTHON, TORCHRUN, distance, epochs, good, load, run
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (CUDA)")]
 SAME = ["--epochs", "2", "--batch-size", "96", "--lr", "0.0003", "--seed", "3", "--save-every", "1"]
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}  # convolutions in TF32 differ in the fourth digit between two sizes of batch
+ONE_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 TWO = [*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--backend", "gloo"]
 
 
@@ -20,6 +24,68 @@ def test_two_processes_on_one_gpu_train_the_baselines_model(tmp_path):
     good(run(PYTHON, "train.py", *SAME, "--output-dir", tmp_path / "one", env=EXACT))
     good(run(*TWO, *SAME, "--output-dir", tmp_path / "two", env=EXACT))
     assert distance(tmp_path / "one/last.pt", tmp_path / "two/last.pt") < 1e-5
+
+
+def test_readmes_first_command_works_on_one_gpu(tmp_path):
+    """Two processes share it: NCCL refuses that, so gloo connects them, and one line says so."""
+    result = good(run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path, env=ONE_GPU))
+    assert result.out.count("several processes on cuda:0: gloo connects them") == 1
+    assert epochs(result.out)[-1]["accuracy"] > 0.97
+
+
+def test_nccls_own_error_is_shown_whole(tmp_path):
+    result = run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--backend", "nccl", "--output-dir", tmp_path,
+                 env=ONE_GPU)
+    assert result.code == 1 and "Traceback" in result.err
+    assert "Duplicate GPU detected" in result.err or "Multiple Ranks are using the same GPU" in result.err
+
+
+@pytest.mark.parametrize("launcher", [[PYTHON], [*TORCHRUN, "--nproc-per-node=1"]])
+@pytest.mark.parametrize("script", ["train.py", "train_DDP.py"])
+def test_with_deterministic_a_resumed_run_is_bit_equal(photos, tmp_path, launcher, script):
+    if script == "train.py" and launcher != [PYTHON]:
+        pytest.skip("train.py has no launcher")
+    for number, data in enumerate([["--dataset", "digits"],
+                                   ["--dataset", "folder", "--data-path", photos, "--model", "resnet18"]]):
+        whole, again = (tmp_path / f"{name}{number}" for name in ("whole", "again"))
+        command = [*launcher, script, *data, "--batch-size", "24", "--epochs", "2", "--save-every", "1",
+                   "--deterministic", "--output-dir"]
+        good(run(*command, whole))
+        good(run(*command, again, "--resume", whole / "epoch-001.pt"))
+        assert same(load(whole / "last.pt"), load(again / "last.pt"))
+
+
+def test_a_device_that_is_named_is_used(tmp_path):
+    """On a machine with a GPU: the CPU in train_DP.py, the named device under one process, not under two."""
+    command = ["--epochs", "1", "--output-dir", tmp_path]
+    assert good(run(PYTHON, "train_DP.py", "--device", "cpu", *command)).out.startswith("cpu: ")
+    said = good(run(PYTHON, "train_DP.py", "--device", "cuda:0", *command)).out
+    assert said.startswith("cuda:0: ") and "over 1 device(s)" in said
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    assert good(run(PYTHON, "train_DDP.py", "--device", last, *command)).out.startswith(f"{last}: ")
+    refused = run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--device", last, *command)
+    assert f"--device {last}: 2 processes on this host take a device each" in refused.err
+
+
+def test_nothing_opens_a_context_twice_or_warns_of_a_barrier(tmp_path):
+    """`device_id` tells NCCL the device before the first collective, so a barrier need not guess it."""
+    result = good(run(*TORCHRUN, "--nproc-per-node=1", "train_elastic.py", "--epochs", "1", "--snapshot-every", "5",
+                      "--output-dir", tmp_path))
+    assert "barrier" not in result.err and "using GPU" not in result.err
+
+
+def test_a_failure_ends_the_job_at_once_under_nccl(photos, tmp_path):
+    """ncclCommDestroy would wait for the other process: needs two GPUs."""
+    import shutil
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for split in ("train", "val"):
+        shutil.copytree(photos, tmp_path / "data" / split)
+    (tmp_path / "data/train/ash/07.jpg").write_bytes(b"")
+    result = run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--dataset", "folder", "--data-path",
+                 tmp_path / "data", "--batch-size", "4", "--epochs", "1", "--output-dir", tmp_path, seconds=90)
+    assert result.code == 1 and "07.jpg: cannot be read" in result.err
 
 
 def test_nccl_is_the_default_and_trains(tmp_path):

@@ -1,4 +1,4 @@
-"""What is said of an error: one line where the cause is known, nothing (so that the traceback stays) where it is not."""
+"""What is said of an error: one line where the cause is known, else nothing, so that the traceback stays."""
 import subprocess
 import sys
 
@@ -46,7 +46,7 @@ def test_what_can_be_foreseen_is_said(error, parts):
     RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one."),
     # what NCCL says of this process or of its machine, not of a lost peer
     dist.DistBackendError(NCCL.format("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage of NCCL "
-                                      "library.", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000")),
+                                      "library.", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10")),
     dist.DistBackendError(NCCL.format("unhandled system error", "ncclSystemError: System call (e.g. socket, malloc) or "
                                       "external library call failed.", "Error while creating shared memory segment")),
     ValueError("not foreseen"),
