@@ -20,7 +20,6 @@ from common.cli import UsageError, tie_worker
 from common.reduce import cores_per_process, is_main_process
 
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")  # what torchvision.io.decode_image reads
 SPLIT_SEED = 0  # of the train/val split where a set has none: every run, whatever its --seed, has the same one
 
 # per channel, of pixels scaled to [0, 1], over each training set; ImageNet's for folders of photos
@@ -125,7 +124,7 @@ class FolderDataset:
         return images, torch.tensor([self.samples[index][1] for index in indices])
 
     def _read(self, index):
-        from common.images import decode
+        from .images import decode
 
         image = decode(self.samples[index][0])
         with torch.random.fork_rng(devices=[]):  # any random transform can stand here: it draws from this seed
@@ -243,10 +242,12 @@ def _subfolders(path):
 
 
 def _samples(path, classes):
+    from .images import EXTENSIONS, find_files
+
     samples = []
     for label, name in enumerate(classes):
-        files = sorted(file for file in (path / name).rglob("*") if file.suffix.lower() in EXTENSIONS)
+        files = find_files(path / name)
         if not files:
             raise UsageError(f"--data-path {path}: class {name!r} has no images ({' '.join(EXTENSIONS)})")
-        samples += [(str(file), label) for file in files]
+        samples += [(file, label) for file in files]
     return samples
