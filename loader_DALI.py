@@ -84,7 +84,7 @@ class PairSource:
     def read(self, epoch, index):
         """Return two encoded files, the region of them to decode, and the crop as a window of the region."""
         paths = self.pair_list[index]
-        files, sizes = zip(*map(pairs.read, paths), strict=True)
+        files, sizes = zip(*map(pairs.read_encoded, paths), strict=True)
         cut = self.cuts.choose(epoch, index, paths, sizes)
 
         # All as (y, x); the crop before the resize has fractions of pixels

@@ -22,7 +22,6 @@ from .reduce import is_main_process
 from .signals import tie_worker
 
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")  # what torchvision.io.decode_image reads
 PINNED = ("cuda", "xpu")  # devices that copy from pinned memory
 SPLIT_SEED = 0  # of the train/val split where a set has none: every run, whatever its --seed, has the same one
 
@@ -128,7 +127,7 @@ class FolderDataset:
         return images, torch.tensor([self.samples[index][1] for index in indices])
 
     def _read(self, index):
-        from common.images import decode
+        from .images import decode
 
         image = decode(self.samples[index][0])
         with torch.random.fork_rng(devices=[]):  # any random transform can stand here: it draws from this seed
@@ -247,10 +246,12 @@ def _subfolders(path):
 
 
 def _samples(path, classes):
+    from .images import EXTENSIONS, find_files
+
     samples = []
     for label, name in enumerate(classes):
-        files = sorted(file for file in (path / name).rglob("*") if file.suffix.lower() in EXTENSIONS)
+        files = find_files(path / name)
         if not files:
             raise UsageError(f"--data-path {path}: class {name!r} has no images ({' '.join(EXTENSIONS)})")
-        samples += [(str(file), label) for file in files]
+        samples += [(file, label) for file in files]
     return samples

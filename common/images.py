@@ -1,32 +1,91 @@
-"""Image files: decoded by torchvision, with an error that names the file where that cannot be done."""
+"""Image files: found, checked before they are decoded, and decoded, with errors that name the file."""
+import contextlib
 import io
+import os
+import struct
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2.functional import pil_to_tensor
 
-from .errors import ProcessError
+from .errors import ProcessError, UsageError
 
-PNG_START = b"\x89PNG\r\n\x1a\n"
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content, whatever the extension
+MAX_PIXELS = 100_000_000
+
+
+def find_files(folder):
+    """Return the paths of the image files below `folder`, sorted, through symbolic links and without hidden files.
+
+    A broken link counts as a file: the error comes when it is read. Raises UsageError for a folder that cannot be
+    read and for a link to a folder above it.
+    """
+    found = []
+    try:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                found += find_files(entry.path)
+            elif entry.name.lower().endswith(EXTENSIONS) and (entry.is_file() or entry.is_symlink()):
+                found.append(entry.path)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+    return found
 
 
 def decode(path):
-    """Return an image file as `uint8` (3, H, W), upright; ProcessError, naming it, if it is no image."""
-    try:
-        content = np.fromfile(path, np.uint8)
-        check_png(content)
-        return decode_image(torch.from_numpy(content), mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    except (OSError, RuntimeError, SyntaxError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-        raise ProcessError(f"{path}: cannot be read as an image ({reason}); mend or remove it") from None
+    """Return an image file as `uint8` (3, H, W), upright; alpha is dropped, 16 bits are scaled to 8.
 
-
-def check_png(content):
-    """Raise SyntaxError or OSError if the bytes are a PNG whose checksums are wrong; other formats pass.
-
-    torchvision 0.29 crashes the whole process on damaged PNG data.
+    Raises ProcessError, naming the file, if it is no image, is damaged, or has too many pixels: see `read`.
     """
-    if content[:8].tobytes() == PNG_START:
-        with Image.open(io.BytesIO(content)) as image:
+    content, image = read(path)
+    with _errors_name(path):
+        if image.format in ("GIF", "WEBP"):  # torchvision refuses animated WebP, and ignores its EXIF orientation
+            return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
+        pixels = decode_image(torch.from_numpy(content), mode=ImageReadMode.RGB, apply_exif_orientation=True)
+    if pixels.dtype == torch.uint16:
+        pixels = pixels.float().div_(257).round_().to(torch.uint8)  # 65535 / 257 = 255
+    return pixels
+
+
+def read(path):
+    """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, of which only the header is decoded.
+
+    Raises ProcessError, naming the file, for more pixels than the environment variable MAX_IMAGE_PIXELS allows, for
+    what is no image, and for a PNG with wrong checksums: torchvision 0.29 crashes the whole process on one.
+    """
+    limit = os.environ.get("MAX_IMAGE_PIXELS", str(MAX_PIXELS))
+    if not limit.isdecimal():
+        raise UsageError(f"MAX_IMAGE_PIXELS={limit}: not a whole number")
+    with _errors_name(path):
+        content = np.fromfile(path, np.uint8)
+        pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # its error names no file, no size
+        try:
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        finally:
+            Image.MAX_IMAGE_PIXELS = pil_limit
+    width, height = image.size
+    if width * height > int(limit):
+        raise ProcessError(f"{path}: {width}x{height} pixels, more than {int(limit):,}; remove it, or set "
+                           f"MAX_IMAGE_PIXELS={width * height} in the environment")
+    if image.format == "PNG":
+        with _errors_name(path):
             image.verify()
+    return content, image
+
+
+@contextlib.contextmanager
+def _errors_name(path):
+    try:
+        yield
+    except UnidentifiedImageError:
+        reason = "no JPEG, PNG, WebP or GIF"
+    except (OSError, RuntimeError, SyntaxError, ValueError, EOFError, struct.error) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+    else:
+        return
+    raise ProcessError(f"{path}: cannot be read as an image ({reason}); replace or remove it")

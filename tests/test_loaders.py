@@ -165,7 +165,7 @@ def few(tmp_path_factory, marked):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A set of JPEG and PNG pictures in colour and grey, upright and to be turned, of many sizes."""
+    """A set of JPEG and PNG pictures in colour, CMYK and grey, upright and to be turned, of many sizes, and a GIF."""
     folder = tmp_path_factory.mktemp("pictures")
     random = np.random.RandomState(0)
     for split, count in (("train", 13), ("test", 7)):
@@ -176,11 +176,13 @@ def pictures(tmp_path_factory):
             for side, extension in (("img", "jpg"), ("gt", "png" if number % 2 else "JPEG")):
                 path = folder / split / side / f"{number}.{extension}"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                one = picture.convert("L") if number % 4 == 3 else picture
+                one, form = picture.convert("L") if number % 4 == 3 else picture, None
                 exif = Image.Exif()
                 if number in (0, 4) and extension != "png":
                     exif[0x0112] = 6 if number == 0 else 3
-                one.save(path, quality=90, exif=exif)
+                if extension == "jpg" and number in (1, 2):
+                    one, form = (one.convert("CMYK"), None) if number == 1 else (one.convert("L"), "GIF")
+                one.save(path, form, quality=90, exif=exif)
     return folder
 
 
@@ -432,6 +434,9 @@ def _spoil(folder, case):
         damaged = bytearray(image.read_bytes())
         damaged[200:260] = bytes(60)
         image.write_bytes(damaged)
+    if case == "large":
+        place = content.index(b"\xff\xc0") + 5  # in the header: two bytes for the height, two for the width
+        image.write_bytes(content[:place] + b"\xea\x60" * 2 + content[place + 4:])
     if case == "two sizes":
         picture.resize((90, 120)).save(target)
     if case == "too small":
@@ -441,7 +446,7 @@ def _spoil(folder, case):
 
 
 WRONG_SETS = ["orphans", "orphan target", "ambiguous", "no folder"]
-BAD_FILES = ["truncated", "truncated target", "empty", "text", "damaged", "two sizes", "too small"]
+BAD_FILES = ["truncated", "truncated target", "empty", "text", "damaged", "large", "two sizes", "too small"]
 
 
 @pytest.fixture(scope="module")
@@ -467,6 +472,7 @@ def test_what_cannot_be_used_is_named(spoiled, script, case):
         kind, message = result.error
         assert kind == ("UsageError" if case in WRONG_SETS else "ProcessError"), message
         assert str(file) in message
+        assert case != "large" or "60000x60000 pixels" in message and "MAX_IMAGE_PIXELS=3600000000" in message
 
 
 @pytest.mark.parametrize("script", LOADERS)

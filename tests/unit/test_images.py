@@ -1,0 +1,269 @@
+"""Image files of every kind: found, decoded to the pixels that PIL sees, or refused in one line that names the file."""
+import os
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from common import pairs
+from common.cli import ProcessError, UsageError
+from common.datasets import FolderDataset, create_datasets
+from common.images import decode, find_files
+
+Y, X = np.mgrid[0:90, 0:120]
+COLOUR = Image.fromarray(np.stack([2 * X, 2.8 * Y, X + Y], -1).astype(np.uint8))
+DEEP = np.stack([500 * X, 700 * Y, 300 * (X + Y), 65535 - 500 * X], -1).astype(np.uint16)
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # a quarter turn
+
+
+def write_png(path, size, colour_type, samples):
+    """Write a PNG of 16 bits a sample (neither PIL nor torchvision does); `samples` fill it, or claim to."""
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", *size, 16, colour_type, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows))
+                     + chunk(b"IEND", b""))
+
+
+def with_alpha(image):
+    image.putalpha(Image.fromarray((2 * X).astype(np.uint8)))
+    return image
+
+
+KINDS = {  # name: how to write it
+    "colour.jpg": lambda path: COLOUR.save(path, quality=95),
+    "progressive.jpeg": lambda path: COLOUR.save(path, progressive=True),
+    "grey.jpg": lambda path: COLOUR.convert("L").save(path),
+    "cmyk.jpg": lambda path: COLOUR.convert("CMYK").save(path, quality=95),
+    "turned.jpg": lambda path: COLOUR.save(path, exif=TURNED),
+    "damaged EXIF.jpg": lambda path: COLOUR.save(path, exif=b"Exif\0\0MM\0\xd4nonsense"),
+    "colour.png": lambda path: COLOUR.save(path),
+    "COLOUR.PNG": lambda path: COLOUR.save(path),
+    "palette.png": lambda path: COLOUR.quantize(64).save(path),
+    "palette with a transparent colour.png": lambda path: COLOUR.quantize(64).save(path, transparency=3),
+    "bits.png": lambda path: COLOUR.convert("1").save(path),
+    "grey.png": lambda path: COLOUR.convert("L").save(path),
+    "grey with alpha.png": lambda path: with_alpha(COLOUR.convert("LA")).save(path),
+    "alpha.png": lambda path: with_alpha(COLOUR.convert("RGBA")).save(path),
+    "turned.png": lambda path: COLOUR.save(path, exif=TURNED),
+    "animated.png": lambda path: COLOUR.save(path, save_all=True, append_images=[COLOUR.rotate(180)]),
+    "colour.webp": lambda path: COLOUR.save(path),
+    "alpha.webp": lambda path: with_alpha(COLOUR.convert("RGBA")).save(path, lossless=True),
+    "turned.webp": lambda path: COLOUR.save(path, exif=TURNED),
+    "animated.webp": lambda path: COLOUR.save(path, save_all=True, append_images=[COLOUR.rotate(180)]),
+    "a GIF.jpg": lambda path: COLOUR.save(path, "GIF"),
+    "an animated GIF.png": lambda path: COLOUR.save(path, "GIF", save_all=True, append_images=[COLOUR.rotate(180)]),
+    "a PNG.jpg": lambda path: COLOUR.save(path, "PNG"),
+    "one pixel.png": lambda path: COLOUR.crop((50, 50, 51, 51)).save(path),
+    "one pixel.jpg": lambda path: COLOUR.crop((50, 50, 51, 51)).save(path),
+    "Käfer und 图像.jpg": lambda path: COLOUR.save(path),
+}
+DEEP_KINDS = {"grey": (0, [0]), "colour": (2, [0, 1, 2]), "grey with alpha": (4, [0, 3]), "alpha": (6, [0, 1, 2, 3])}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_pixels_are_those_of_pil(tmp_path, name):
+    path = tmp_path / name
+    KINDS[name](path)
+    with Image.open(path) as image:
+        expected = np.array(ImageOps.exif_transpose(image).convert("RGB") if "damaged" not in name
+                            else image.convert("RGB"))
+    pixels = decode(path)
+    assert pixels.dtype == torch.uint8 and pixels.shape == (3, *expected.shape[:2])
+    assert expected.shape[:2] == ((120, 90) if "turned" in name else (1, 1) if "pixel" in name else (90, 120))
+    difference = np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected)
+    assert difference.max() <= (3 if path.suffix in (".jpg", ".jpeg") else 0)
+
+
+@pytest.mark.parametrize("kind", DEEP_KINDS)
+def test_16_bits_are_scaled_to_8(tmp_path, kind):
+    colour_type, channels = DEEP_KINDS[kind]
+    write_png(tmp_path / "deep.png", (120, 90), colour_type, DEEP[..., channels])
+    expected = np.rint(DEEP[..., [0, 0, 0] if "grey" in kind else [0, 1, 2]] / 257)
+    assert (decode(tmp_path / "deep.png").permute(1, 2, 0).numpy() == expected).all()
+
+
+@pytest.mark.parametrize("name", [*KINDS, "16 bits.png"])
+def test_a_file_for_dali_is_the_whole_picture(tmp_path, name):
+    """What is passed on to DALI as a bitmap has decode's pixels; the rest is the file; the size is decode's."""
+    path = tmp_path / name
+    KINDS.get(name, lambda path: write_png(path, (120, 90), 2, DEEP[..., :3]))(path)
+    content, size = pairs.read_encoded(path)
+    pixels = decode(path)
+    assert size == pixels.shape[1:]
+    if any(word in name for word in ("webp", "GIF", "cmyk", "damaged")):
+        header = b"P6 %d %d 255\n" % size[::-1]
+        assert content.tobytes() == header + pixels.permute(1, 2, 0).contiguous().numpy().tobytes()
+    else:
+        assert content.tobytes() == path.read_bytes()
+
+
+def test_dali_decodes_the_same_pixels(tmp_path):
+    """On a CPU, with the operator of loader_DALI.py, which decodes a region; its borders may differ."""
+    dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: requirements-dali.txt")
+    for name, write in KINDS.items():
+        write(tmp_path / name)
+    for kind, (colour_type, channels) in DEEP_KINDS.items():
+        write_png(tmp_path / f"{kind}, 16 bits.png", (120, 90), colour_type, DEEP[..., channels])
+    paths = sorted(tmp_path.iterdir())
+    files, sizes = zip(*map(pairs.read_encoded, paths), strict=True)
+    highs = [np.array(size, np.int32) for size in sizes]
+    lows = [high // 4 for high in highs]
+
+    @dali.pipeline_def(batch_size=len(paths), num_threads=1, device_id=None)
+    def pipeline():
+        columns = dali.fn.external_source(lambda: (list(files), lows, highs), num_outputs=3)
+        return dali.fn.decoders.image_slice(columns[0], start=columns[1], end=columns[2], axes=[0, 1],
+                                            output_type=dali.types.RGB)
+
+    [found] = pipeline().run()
+    for number, (path, low, high) in enumerate(zip(paths, lows, highs, strict=True)):
+        pixels, expected = np.array(found[number]).astype(int), decode(path).permute(1, 2, 0).numpy()
+        border = 16 if high.min() > 1 else 0
+        expected = expected[low[0]:, low[1]:]
+        assert pixels.shape == expected.shape, path
+        assert np.abs(pixels - expected)[border:, border:].max() <= 1, path
+
+
+def with_size(path, width, height):
+    """Make a JPEG claim another size: two bytes each, after the start of frame, its length and its precision."""
+    content = bytearray(path.read_bytes())
+    place = content.index(b"\xff\xc0") + 5
+    content[place:place + 4] = struct.pack(">HH", height, width)
+    path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("error")  # PIL warns on standard error, and names no file
+def test_more_pixels_than_the_limit_are_refused_undecoded(tmp_path, monkeypatch):
+    monkeypatch.delenv("MAX_IMAGE_PIXELS", raising=False)
+    write_png(tmp_path / "large.png", (30_000, 30_000), 2, DEEP)
+    COLOUR.save(tmp_path / "large.jpg")
+    with_size(tmp_path / "large.jpg", 30_000, 30_000)
+    COLOUR.save(tmp_path / "large.webp")
+    for path in tmp_path.iterdir():
+        for read in (decode, pairs.read_encoded):
+            if path.suffix == ".webp":
+                monkeypatch.setenv("MAX_IMAGE_PIXELS", "10799")
+            with pytest.raises(ProcessError) as caught:
+                read(path)
+            size, limit, pixels = (("120x90", "10,799", 10800) if path.suffix == ".webp" else
+                                   ("30000x30000", "100,000,000", 900_000_000))
+            assert str(caught.value) == (f"{path}: {size} pixels, more than {limit}; remove it, or set "
+                                         f"MAX_IMAGE_PIXELS={pixels} in the environment")
+        monkeypatch.delenv("MAX_IMAGE_PIXELS", raising=False)
+
+
+def test_the_limit_can_be_raised_and_lowered(tmp_path, monkeypatch):
+    COLOUR.save(tmp_path / "colour.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # PIL's own limit does not count, and stays as it was
+    monkeypatch.setenv("MAX_IMAGE_PIXELS", "10800")
+    assert decode(tmp_path / "colour.png").shape == (3, 90, 120) and Image.MAX_IMAGE_PIXELS == 100
+    monkeypatch.setenv("MAX_IMAGE_PIXELS", "1e9")
+    with pytest.raises(UsageError, match="MAX_IMAGE_PIXELS=1e9"):
+        decode(tmp_path / "colour.png")
+
+
+def cut(path, source):
+    path.write_bytes(source.read_bytes()[:source.stat().st_size * 2 // 3])
+
+
+BAD = {
+    "empty.jpg": lambda path, _: path.write_bytes(b""),
+    "text.png": lambda path, _: path.write_text("no picture\n"),
+    "missing.jpg": lambda path, _: path.symlink_to("nowhere.jpg"),
+    "a TIFF.png": lambda path, _: COLOUR.save(path, "TIFF"),
+    "cut.jpg": lambda path, source: cut(path, source),
+    "cut.png": lambda path, source: cut(path, source),
+    "cut.webp": lambda path, source: cut(path, source),
+    "cut GIF.jpg": lambda path, source: cut(path, source),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_image_is_named_in_one_line(tmp_path, name):
+    path, source = tmp_path / name, tmp_path / "source"
+    COLOUR.save(source, {"cut.jpg": "JPEG", "cut.webp": "WEBP", "cut GIF.jpg": "GIF"}.get(name, "PNG"))
+    BAD[name](path, source)
+    for read in (decode, pairs.read_encoded):
+        with pytest.raises(ProcessError) as caught:
+            read(path)
+        assert str(caught.value).startswith(f"{path}: cannot be read as an image (")
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files that count, through links, and others that do not: (the folder, what counts)."""
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for path in (folder / "b", folder / "folder.jpg", folder / ".hidden", elsewhere):
+        path.mkdir(parents=True)
+    for path in (folder / "b/2.jpg", folder / "b/1 ä.PNG", folder / "folder.jpg/3.webp", folder / "b/._2.jpg",
+                 folder / ".hidden/4.jpg", elsewhere / "5.jpeg"):
+        COLOUR.save(path)
+    (folder / "readme.txt").touch()
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "link.jpg").symlink_to(elsewhere / "5.jpeg")
+    (folder / "broken.jpg").symlink_to(elsewhere / "6.jpeg")
+    return folder, ["b/1 ä.PNG", "b/2.jpg", "broken.jpg", "folder.jpg/3.webp", "link.jpg", "linked/5.jpeg"]
+
+
+def test_only_image_files_count_through_links_too(folder):
+    folder, expected = folder
+    assert find_files(folder) == [str(folder / name) for name in expected]
+    (folder / "b" / "round").symlink_to(folder)
+    with pytest.raises(UsageError, match="b/round.*symbolic links"):
+        find_files(folder)
+
+
+def test_both_kinds_of_sets_find_the_same_files(folder, tmp_path):
+    folder, expected = folder
+    (folder / "broken.jpg").unlink()
+    expected.remove("broken.jpg")
+    for side in ("img", "gt"):
+        (tmp_path / "pairs" / "train").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pairs" / "train" / side).symlink_to(folder)
+    found = pairs.find_pairs(tmp_path / "pairs", "train", "img", "gt")
+    assert found == [tuple(str(tmp_path / "pairs" / "train" / side / name) for side in ("img", "gt"))
+                     for name in expected]
+    for split in ("train", "val"):
+        (tmp_path / "classes" / split).mkdir(parents=True)
+        (tmp_path / "classes" / split / "oak").symlink_to(folder)
+    for dataset in create_datasets("folder", tmp_path / "classes", 0, tmp_path):
+        names = [path.split("/oak/")[1] for path, _ in dataset.samples]
+        assert names == expected
+        images, labels = dataset.__getitems__(range(5))
+        assert images.shape == (5, 3, 224, 224) and images.dtype == torch.uint8 and labels.tolist() == [0] * 5
+
+
+def test_a_folder_of_classes_takes_every_kind(tmp_path):
+    for name, write in KINDS.items():
+        write(tmp_path / name)
+    write_png(tmp_path / "16 bits.png", (120, 90), 2, DEEP[..., :3])
+    paths = sorted(map(str, tmp_path.iterdir()))
+    for augment in (False, True):
+        images, _ = FolderDataset([(path, 0) for path in paths], 1, 0, augment).__getitems__(range(len(paths)))
+        assert images.shape == (len(paths), 3, 224, 224) and images.dtype == torch.uint8
+
+
+def test_samples_are_like_photos(tmp_path):
+    """In number and shape, in the size of their files (a photo of 10 megapixels takes 3 to 5 MB), sharp and blurred."""
+    pairs.make_samples(tmp_path / "pairs")
+    for split, count in (("train", 29), ("test", 7)):
+        found = pairs.find_pairs(tmp_path / "pairs", split, "img", "gt")
+        assert len(found) == count
+        sizes = []
+        for image, target in found:
+            with Image.open(image) as blurred, Image.open(target) as sharp:
+                assert blurred.size == sharp.size
+                sizes.append(sharp.size)
+                assert len(open(image, "rb").read()) < 0.8 * len(open(target, "rb").read())
+                bits = 8 * os.stat(target).st_size / (sharp.size[0] * sharp.size[1])
+                assert 1 < bits < 4
+        assert {width < height for width, height in sizes} == {True, False}
