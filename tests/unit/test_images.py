@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 
 from common import pairs
-from common.cli import ProcessError, UsageError
+from common.errors import ProcessError, UsageError
 from common.datasets import FolderDataset, create_datasets
 from common.images import decode, find_files
 
