@@ -33,8 +33,7 @@ def try_out(trap):
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "data", "__pycache__", ".venv"))
         file = copy / trap.file
         file.write_text(trap.put_back(file.read_text()))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider",
-                   trap.test]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", trap.test]
         try:
             result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:

@@ -17,7 +17,6 @@ pytest.importorskip("pygments", reason="no Pygments: pip install -r requirements
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGE = DOCS / "index.html"
-sys.path.insert(0, str(DOCS))
 
 import build  # noqa: E402
 import figures  # noqa: E402

@@ -1,0 +1,21 @@
+"""What the source must not contain."""
+import ast
+
+from conftest import ROOT
+
+
+def test_nothing_is_loaded_that_could_run_code():
+    """Every torch.load in the project asks for weights only, and nothing unpickles by another way."""
+    calls = []
+    for path in [path for folder in (".", "common", "benchmarks", "launch") for path in (ROOT / folder).glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None)]
+                unsafe = {"pickle", "joblib", "shelve", "dill", "cloudpickle"} & set(names)
+                assert not unsafe or path.name == "checkpoint.py", f"{path.name}: imports {unsafe}"
+            function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if function in ("torch.load", "np.load", "pickle.load", "pickle.loads", "torch.jit.load"):
+                calls.append((path.name, function, {word.arg: ast.unparse(word.value) for word in node.keywords}))
+    assert [call[:2] for call in calls if call[1] != "np.load"] == [("checkpoint.py", "torch.load")]
+    assert all(call[2].get("weights_only") == "True" for call in calls if call[1] == "torch.load")
+    assert all(call[2].get("allow_pickle", "False") == "False" for call in calls if call[1] == "np.load")
