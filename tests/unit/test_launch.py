@@ -2,6 +2,7 @@
 import os
 
 import pytest
+
 from common import launch
 from common.errors import UsageError
 
