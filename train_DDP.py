@@ -3,7 +3,7 @@
     python -m torch.distributed.launch --nproc_per_node=2 train_DDP.py
     torchrun --nproc-per-node=gpu train_DDP.py --dataset cifar100 --model resnet18 --batch-size 512
     torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_DDP.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train_DDP.py
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_DDP.py
     python train_DDP.py
 
 Parent: train.py

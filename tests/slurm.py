@@ -44,7 +44,11 @@ def _free_ports(number):
 
 @contextlib.contextmanager
 def cluster(cores=4):
-    """Start munged, slurmctld and two slurmd; yield the environment for srun and sbatch; end them."""
+    """Start munged, slurmctld and two slurmd; yield the environment for srun and sbatch; end them.
+
+    Each node claims `cores`, and task/affinity binds each task to its own. Where the machine has fewer, tasks share
+    cores, and a task for which Slurm itself chooses more cores than the machine has cannot start.
+    """
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o755)  # munge wants a socket that everybody can reach
         with _daemons(Path(folder), cores) as environment:
@@ -68,7 +72,7 @@ def _daemons(folder, cores):
         "SlurmctldPidFile": f"{folder}/slurmctld.pid", "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
         "SlurmctldLogFile": f"{folder}/slurmctld.log", "SlurmdLogFile": f"{folder}/slurmd.%n.log",
         # what needs no cgroups, MPI or accounting
-        "ProctrackType": "proctrack/linuxproc", "TaskPlugin": "task/none", "MpiDefault": "none",
+        "ProctrackType": "proctrack/linuxproc", "TaskPlugin": "task/affinity", "MpiDefault": "none",
         "JobAcctGatherType": "jobacct_gather/none", "AccountingStorageType": "accounting_storage/none",
         "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core",
         "SlurmdParameters": "config_overrides",  # more cores than the machine has

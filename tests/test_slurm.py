@@ -1,4 +1,7 @@
 """train_DDP.py under a real srun, and the files of launch/ as they are, on a Slurm of two nodes."""
+import json
+import os
+import pty
 import re
 import subprocess
 import time
@@ -9,6 +12,13 @@ from conftest import PYTHON, ROOT, TORCHRUN, distance, epochs, good, load, run, 
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")]
 ARGUMENTS = ["train_DDP.py", "--epochs", "2", "--batch-size", "96", "--lr", "0.0003"]
+HOW_STARTED = """
+import json, os
+from common import launch
+os.environ.update(launch.launch_environment())
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+print(json.dumps({name: os.environ[name] for name in names} | {"cores": launch.cores_per_process()}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +33,20 @@ def srun(environment, *options):
                                 env={name: environment[name] for name in names})
 
 
+def batch(environment, log, options, script):
+    """Run the lines of a batch script to their end; return what it has written."""
+    good(run("sbatch", "--wait", *options, "-o", log, "--wrap", script,
+             env={name: environment[name] for name in ("SLURM_CONF", "PATH")}))
+    return log.read_text()
+
+
 def test_tasks_of_srun_are_the_processes_of_a_group(environment, tmp_path):
     """Two tasks on two nodes train what torchrun's two processes train; an uneven placement of three counts three.
 
-    Not bit for bit: alone on its node, a task computes with all the node's cores, and so sums in another order.
+    Not bit for bit: a task computes with the cores that it asked for, and so may sum in another order.
     """
     good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", tmp_path / "torchrun"))
-    said = good(srun(environment, "-N2", "-n2")(PYTHON, *ARGUMENTS, "--output-dir", tmp_path / "srun")).out
+    said = good(srun(environment, "-N2", "-n2", "-c2")(PYTHON, *ARGUMENTS, "--output-dir", tmp_path / "srun")).out
     assert "2 process(es) x 1 micro-batch x 48" in said
     assert distance(tmp_path / "torchrun/last.pt", tmp_path / "srun/last.pt") < 1e-5
     assert len(list((tmp_path / "srun").glob("events*"))) == 1
@@ -48,11 +65,54 @@ def test_a_mistake_under_srun_is_one_line(environment, tmp_path):
 
 def test_a_batch_script_is_no_task(environment, tmp_path):
     """sbatch sets SLURM_PROCID in the script itself: plain python there is a group of one and waits for nobody."""
-    batch = {name: value for name, value in environment.items() if name in ("SLURM_CONF", "PATH")}
     script = f"env | grep -c '^SLURM_PROCID'; {PYTHON} {' '.join(ARGUMENTS)} --epochs 1 --output-dir {tmp_path}"
-    good(run("sbatch", "--wait", "-N2", "-n2", "-o", tmp_path / "out", "--wrap", script, env=batch))
-    said = (tmp_path / "out").read_text()
+    said = batch(environment, tmp_path / "out", ["-N2", "-n2"], script)
     assert said.startswith("1\n") and "1 process(es) x 1 micro-batch x 96" in said and len(epochs(said)) == 1
+
+
+def test_python_in_an_interactive_shell_is_one_process(environment, tmp_path):
+    """The shell of `srun -n2 --pty bash` says it is the first of two tasks, but the other shell has ended.
+
+    Standard input is not the terminal, as with nohup.
+    """
+    script = f"{PYTHON} {' '.join(ARGUMENTS)} --epochs 1 --output-dir {tmp_path} < /dev/null > {tmp_path}/out 2>&1"
+    master, slave = pty.openpty()
+    shell = subprocess.Popen(["srun", "-N1", "-n2", "--pty", "bash", "--norc"], cwd=ROOT, env=environment,
+                             stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    os.close(slave)
+    try:
+        os.write(master, f"printenv SLURM_STEP_NUM_TASKS > {tmp_path}/tasks\n{script}\nexit\n".encode())
+        shell.wait(180)
+    finally:
+        shell.terminate()
+        os.close(master)
+    said = (tmp_path / "out").read_text()
+    assert (tmp_path / "tasks").read_text() == "2\n"
+    assert "1 process(es) x 1 micro-batch x 96" in said and len(epochs(said)) == 1
+
+
+def test_two_steps_of_a_job_train_side_by_side(environment, tmp_path):
+    """Each has a port of its own. One is told MASTER_ADDR and finds no scontrol, as in a container."""
+    train = f"{PYTHON} {' '.join(ARGUMENTS)} --epochs 1 --output-dir {tmp_path}"
+    step = "srun --exact -n2 -c1 --kill-on-bad-exit=1"
+    batch(environment, tmp_path / "out", ["-N1", "-n4"], f"""
+        {step} {train}/first > {tmp_path}/first.out 2>&1 &
+        {step} env PATH= MASTER_ADDR=cook1 {train}/second > {tmp_path}/second.out 2>&1 &
+        wait""")
+    for name in ("first", "second"):
+        said = (tmp_path / f"{name}.out").read_text()
+        assert "2 process(es) x 1 micro-batch x 48" in said and len(epochs(said)) == 1, said
+
+
+def test_a_task_computes_with_the_cores_of_its_own_mask(environment):
+    """Two tasks on a node of four cores, with masks of two: two cores each, and not one.
+
+    The masks are named so that two real cores are enough to see it.
+    """
+    said = good(srun(environment, "-N1", "-n2", "-c2", "--cpu-bind=mask_cpu:0x3,0x3")(PYTHON, "-c", HOW_STARTED)).out
+    tasks = sorted(map(json.loads, said.splitlines()), key=lambda task: task["RANK"])
+    assert [task["cores"] for task in tasks] == [2, 2]
+    assert [task["LOCAL_WORLD_SIZE"] for task in tasks] == ["2", "2"]
 
 
 class Job:
@@ -98,7 +158,7 @@ class Job:
 def test_the_batch_files_train_what_two_processes_train(environment, tmp_path):
     good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", tmp_path / "plain"))
     for name in ("srun", "torchrun"):
-        job = Job(environment, tmp_path / f"{name}.out", "-N2", "--ntasks-per-node=1", f"launch/{name}.sbatch",
+        job = Job(environment, tmp_path / f"{name}.out", "-N2", "--ntasks-per-node=1", "-c2", f"launch/{name}.sbatch",
                   *ARGUMENTS, "--output-dir", tmp_path / name)
         assert "2 process(es) x 1 micro-batch x 48" in job.complete()
         assert distance(tmp_path / "plain/last.pt", tmp_path / name / "last.pt") < 1e-5
@@ -106,7 +166,7 @@ def test_the_batch_files_train_what_two_processes_train(environment, tmp_path):
 
 def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
     """A signal before the time limit, and a requeue from outside: each time it saves, and goes on at that step."""
-    arguments = ["-N2", "--ntasks-per-node=1", "launch/elastic.sbatch", *ARGUMENTS[1:], "--epochs", "12",
+    arguments = ["-N2", "--ntasks-per-node=1", "-c2", "launch/elastic.sbatch", *ARGUMENTS[1:], "--epochs", "12",
                  "--log-every", "2", "--snapshot-every", "5", "--output-dir"]
     Job(environment, tmp_path / "whole.out", *arguments, tmp_path / "whole").complete()
     job = Job(environment, tmp_path / "elastic.out", *arguments, tmp_path / "elastic")
