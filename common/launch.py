@@ -74,7 +74,7 @@ def is_task(env, pid, has_terminal):
     ended. What is started there has the shell's terminal and a pid other than the task's; a task of a step without
     `--pty` has no terminal, also where a wrapper script starts `python`.
     """
-    return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (not has_terminal or env["SLURM_TASK_PID"] == str(pid))
+    return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (not has_terminal or env.get("SLURM_TASK_PID") == str(pid))
 
 
 def _has_terminal():
