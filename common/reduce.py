@@ -61,16 +61,17 @@ def choose_backend(name, device):
     build of torch lacks, or that does not work on the device.
     """
     device = torch.device(device)
+    takes = dist.Backend.backend_capability  # the types of device whose tensors a backend sends
     default = dist.get_default_backend_for_device(device)
     if name is None:
-        if device.type == "cpu" or not devices_are_shared(devices.identify(device)):
+        if default == "gloo" or device.type not in takes["gloo"] or not devices_are_shared(devices.identify(device)):
             return default
         if os.environ["RANK"] == "0":
             print(f"several processes on {device}: gloo connects them, since {default} takes one process for a device")
         return "gloo"
     if not dist.is_backend_available(name):
         raise UsageError(f"--backend {name}: not in this build of torch; {device.type} takes {default}")
-    if device.type not in dist.Backend.backend_capability.get(name, [device.type]):
+    if device.type not in takes.get(name, [device.type]):
         raise UsageError(f"--backend {name}: does not work on {device.type}; it takes {default}")
     return name
 
