@@ -5,12 +5,12 @@
 
 The script runs unchanged and finds one device, "npy", with `torch.accelerator`. Everything here uses what torch offers
 to makers of devices: PrivateUse1 for the device, torch.library for its operations, Backend.register_backend for its
-communication. What differs from a GPU: a checkpoint holds CPU tensors, a process group computes at once, random numbers
-are the CPU's, and an index on the CPU is refused, which CUDA accepts.
+communication, register_package for checkpoints. What differs from a GPU: there is one device for all processes, nothing
+runs asynchronously, random numbers are the CPU's, and an index on the CPU is refused, which CUDA accepts.
 """
 import os
-import runpy
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,61 +42,70 @@ class Elsewhere(torch.Tensor):
         return self.on_cpu.tolist()
 
     def __reduce_ex__(self, protocol):
-        """Pickle as a CPU tensor: torch saves a tensor by its storage, and this one's is empty."""
+        """Pickle the values, since torch saves the storage, which is empty here; the file names this device."""
+        self.on_cpu.untyped_storage().location = str(self.device)
         return self.on_cpu.__reduce_ex__(protocol)
 
 
 def compute(operation, args, kwargs):
     """Return what an operation of torch's gives on the simulated device; RuntimeError where two devices meet.
 
-    As on CUDA a CPU tensor without dimensions may take part, but not receive a result (ATen's TensorIterator.cpp,
-    `compute_types`).
+    As on CUDA a CPU tensor without dimensions may take part, but not receive a result (ATen's TensorIterator.cpp).
     """
     name = operation.name()
+    arguments = {argument.name: argument for argument in operation._schema.arguments}
     here, places = {}, set()  # tensors of this device by the identity of their values; the devices met
 
-    def unwrap(value, written=False):
-        if isinstance(value, Elsewhere):
-            here[id(value.on_cpu)] = value
-            places.add(NAME)
-            return value.on_cpu
-        if isinstance(value, torch.device) and value.type == NAME:
-            return torch.device("cpu")
-        if isinstance(value, torch.Tensor) and (value.dim() or written):
-            places.add("cpu")
-        return value
+    def unwrap(argument, part):
+        written = argument.alias_info is not None and argument.alias_info.is_write
 
-    written = [bool(argument.alias_info and argument.alias_info.is_write) for argument in operation._schema.arguments]
-    cpu_args = [_pytree.tree_map(lambda value, target=target: unwrap(value, target), argument)
-                for argument, target in zip(args, written)]
-    cpu_kwargs = {key: _pytree.tree_map(lambda value, key=key: unwrap(value, key == "out"), argument)
-                  for key, argument in kwargs.items()}
-    if len(places) == 2 and name not in COPIES:
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {NAME}:0 and cpu")
-    if operation.namespace == "c10d":
-        names = [argument.name for argument in operation._schema.arguments]
-        cpu_args = [cpu_group(value) if key == "process_group" else value for key, value in zip(names, cpu_args)]
-    result = operation(*cpu_args, **cpu_kwargs)
+        def value_of(value):
+            if isinstance(value, Elsewhere):
+                here[id(value.on_cpu)] = value
+                places.add(NAME)
+                return value.on_cpu
+            if isinstance(value, torch.device) and value.type == NAME:
+                return torch.device("cpu")
+            if isinstance(value, torch.Tensor) and (value.dim() or written):
+                places.add("cpu")
+            return value
 
-    target = torch.device(kwargs.get("device") or NAME)
-    if target.type != NAME or name == "aten::copy_" and not isinstance(args[0], Elsewhere):
-        return result
+        return _pytree.tree_map(value_of, part)
 
     def wrap(value):
         if not isinstance(value, torch.Tensor):
             return value
         return here[id(value)] if id(value) in here else Elsewhere(value)
 
-    return _pytree.tree_map(wrap, result)
+    cpu_args = [unwrap(argument, part) for argument, part in zip(arguments.values(), args)]
+    cpu_kwargs = {key: unwrap(arguments[key], part) for key, part in kwargs.items()}
+    if len(places) == 2 and name not in COPIES:
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {NAME}:0 and cpu")
+    if operation.namespace == "c10d":
+        return communicate(operation, cpu_args, wrap)
+    result = operation(*cpu_args, **cpu_kwargs)
+    device = args[0].device if name == "aten::copy_" else torch.device(kwargs.get("device") or NAME)
+    return _pytree.tree_map(wrap, result) if device.type == NAME else result
 
 
-def cpu_group(group):
-    """Return a process group (boxed for the dispatcher) that has the same gloo, for tensors of the CPU."""
-    group = dist.ProcessGroup.unbox(group)
+def communicate(operation, args, wrap):
+    """Return what a collective operation gives: it runs on the values, by the gloo of its process group."""
+    at = next(at for at, argument in enumerate(operation._schema.arguments) if argument.name == "process_group")
+    group = dist.ProcessGroup.unbox(args[at])
     twin = dist.ProcessGroup(group.rank(), group.size())
     twin._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM,
                            group._get_backend(torch.device(NAME)))
-    return twin.boxed()
+    args[at] = twin.boxed()
+    *tensors, work = result if isinstance(result := operation(*args), tuple) else (result,)
+    future = dist.Work.unbox(work).get_future().then(lambda done: _pytree.tree_map(wrap, done.value()))
+    work = torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    return (*_pytree.tree_map(wrap, tensors), work) if tensors else work
+
+
+def refuse(storage, location):
+    """Refuse to load a tensor onto this device, which is what `torch.load` without `map_location` asks for."""
+    if location.startswith(NAME):
+        raise RuntimeError(f"torch.load without map_location: a tensor of {location}")
 
 
 class Module:
@@ -128,6 +137,7 @@ def register():
     """Make the device known to torch; return what has to live as long as it."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     dist.Backend.register_backend("simulated", dist.ProcessGroupGloo, devices=[NAME])
+    torch.serialization.register_package(5, lambda storage: getattr(storage, "location", None), refuse)
 
     # Operations that torch calls without a tensor of the device, or past __torch_dispatch__ (as torch.tensor does)
     library = torch.library.Library("aten", "IMPL")
@@ -137,8 +147,8 @@ def register():
 
     library.impl("empty.memory_format", on_device(torch.ops.aten.empty.memory_format), "PrivateUse1")
     library.impl("empty_strided", on_device(torch.ops.aten.empty_strided.default), "PrivateUse1")
-    library.impl("_copy_from", lambda source, target, wait=False: compute(torch.ops.aten.copy_.default, (target, source), {}),
-                 "PrivateUse1")
+    copy = torch.ops.aten.copy_.default
+    library.impl("_copy_from", lambda source, target, wait=False: compute(copy, (target, source), {}), "PrivateUse1")
     library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")  # no memory here is page-locked
 
     # Autocast, for the operations of these networks as CUDA's lists have them (ATen's autocast_mode.h)
@@ -158,14 +168,21 @@ def register():
     library.impl("cross_entropy_loss", cast(torch.ops.aten.cross_entropy_loss.default, torch.float32),
                  "AutocastPrivateUse1")
 
+    # As on a GPU, Module.to moves the parameters themselves: an optimizer that has them keeps them
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
     # No work is ever under way here, but torch gives a device in Python no way to say so:
     # c10/core/impl/DeviceGuardImplInterface.h raises "Backend doesn't support synchronizing all streams on device"
     torch.accelerator.synchronize = lambda device=None: None
     return library, everything
 
 
-if __name__ == "__main__":
-    libraries = register()
-    del sys.argv[0]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+if __name__ in ("__main__", "__mp_main__"):  # the second: in a process that multiprocessing spawns
+    import simulated  # again, as a module: the script takes this one over
+
+    _libraries = simulated.register()
+    if __name__ == "__main__":
+        del sys.argv[0]
+        os.environ["SIMULATED_SCRIPT"] = os.path.abspath(sys.argv[0])
+        sys.path.insert(0, os.path.dirname(os.environ["SIMULATED_SCRIPT"]))
+    exec(compile(Path(os.environ["SIMULATED_SCRIPT"]).read_text(), os.environ["SIMULATED_SCRIPT"], "exec"))
