@@ -6,7 +6,7 @@ from conftest import PYTHON, ROOT, TORCHRUN, copy_out, distance, good, load, run
 from torch.utils import backend_registration
 
 pytestmark = pytest.mark.skipif(not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-                                reason="this torch has no devices in Python (2.9 has)")
+                                reason="this torch has no devices written in Python")
 SIMULATED = [PYTHON, ROOT / "tests/simulated.py"]
 TWO = [*TORCHRUN, "--nproc-per-node=2", ROOT / "tests/simulated.py"]
 SAME = ["--epochs", "2", "--batch-size", "96", "--lr", "0.0003", "--seed", "3", "--workers", "0"]
@@ -74,6 +74,7 @@ def test_variants_train_the_same_model(whole, tmp_path, start, script, options):
         launch = TORCHRUN + ["--nproc-per-node=2"] if start is TWO else [PYTHON]
         good(run(*launch, script, *SAME, *options, "--output-dir", folder, env=CHILD))
     assert distance(folder / "last.pt", tmp_path / "npy/last.pt") < 1e-6
+    assert load(folder / "last.pt")["accuracy"] == load(tmp_path / "npy/last.pt")["accuracy"]
 
 
 PROBE = """
