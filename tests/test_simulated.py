@@ -1,0 +1,133 @@
+"""What usually only a GPU shows: tensors in the wrong place. The scripts run on a simulated device, unchanged."""
+import re
+
+import pytest
+from conftest import PYTHON, ROOT, TORCHRUN, copy_out, distance, good, load, run, same
+from torch.utils import backend_registration
+
+pytestmark = pytest.mark.skipif(not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+                                reason="this torch has no devices written in Python")
+SIMULATED = [PYTHON, ROOT / "tests/simulated.py"]
+TWO = [*TORCHRUN, "--nproc-per-node=2", ROOT / "tests/simulated.py"]
+SAME = ["--epochs", "2", "--batch-size", "96", "--lr", "0.0003", "--seed", "3", "--workers", "0"]
+CHILD = {"OMP_NUM_THREADS": "1"}  # sums in the same order in every launch
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """Train train.py on the CPU and on the simulated device; return both output folders."""
+    folder = tmp_path_factory.mktemp("simulated")
+    good(run(PYTHON, "train.py", *SAME, "--save-every", "1", "--output-dir", folder / "cpu", env=CHILD))
+    result = good(run(*SIMULATED, "train.py", *SAME, "--save-every", "1", "--output-dir", folder / "npy", env=CHILD))
+    assert result.out.startswith("npy: ")
+    return folder / "cpu", folder / "npy"
+
+
+def test_trains_bit_for_bit_as_on_the_cpu(whole):
+    on_cpu, on_device = (load(folder / "last.pt") for folder in whole)
+    assert same(on_cpu, on_device)
+
+
+@pytest.mark.parametrize("start, command", [
+    ("cpu", SIMULATED),
+    pytest.param("npy", SIMULATED, marks=pytest.mark.drill),
+    pytest.param("npy", [PYTHON], marks=pytest.mark.drill),
+], ids=["on the device from the CPU's", "on the device from its own", "on the CPU from the device's"])
+def test_resumes_across_devices(whole, tmp_path, start, command):
+    folder = whole[start == "npy"]
+    good(run(*command, "train.py", *SAME, "--resume", folder / "epoch-001.pt", "--output-dir", tmp_path, env=CHILD))
+    assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
+
+
+@pytest.mark.drill
+def test_evaluates_as_on_the_cpu(whole, tmp_path):
+    command = ["train.py", *SAME, "--evaluate", "--weights", whole[0] / "last.pt", "--output-dir", tmp_path]
+    on_cpu, on_device = (good(run(*start, *command, env=CHILD)).out for start in ([PYTHON], SIMULATED))
+    assert "accuracy" in on_cpu and on_cpu == on_device
+
+
+def test_a_checkpoint_of_the_device_names_it(whole):
+    """Without map_location torch would put the tensors back there, where there may be no such device (E6)."""
+    import torch
+
+    with pytest.raises(RuntimeError, match="tagged with npy:0"):
+        torch.load(whole[1] / "last.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("start, script, options", [
+    (TWO, "train_DDP.py", []),
+    *(pytest.param(*case, marks=pytest.mark.drill) for case in [
+        (TWO, "train_grad_accum.py", ["--accum-steps", "5"]),
+        (TWO, "train_elastic.py", ["--snapshot-every", "5"]),
+        (SIMULATED, "train_mp.py", ["--nprocs", "2"]),
+        (SIMULATED, "train_DP.py", []),
+        (TWO, "train_amp.py", ["--clip-norm", "1"]),
+        (SIMULATED, "train_amp.py", ["--precision", "fp16", "--freeze-layers", "--epochs", "1"])]),
+], ids=["DDP", "grad_accum", "elastic", "mp", "DP", "bf16", "fp16"])
+def test_variants_train_the_same_model(whole, tmp_path, start, script, options):
+    """As train.py does on the CPU; in mixed precision as the same script does there."""
+    result = good(run(*start, script, *SAME, *options, "--output-dir", tmp_path / "npy", env=CHILD))
+    assert result.out.startswith("npy")
+    folder = whole[0]
+    if script == "train_amp.py":
+        folder = tmp_path / "cpu"
+        launch = TORCHRUN + ["--nproc-per-node=2"] if start is TWO else [PYTHON]
+        good(run(*launch, script, *SAME, *options, "--output-dir", folder, env=CHILD))
+    assert distance(folder / "last.pt", tmp_path / "npy/last.pt") < 1e-6
+    assert load(folder / "last.pt")["accuracy"] == load(tmp_path / "npy/last.pt")["accuracy"]
+
+
+PROBE = """
+import loader
+
+if __name__ == "__main__":
+    args = loader.parse_args()
+    loader.join_group(args)
+    for images, targets in loader.build_loader(args):
+        print(images.device, targets.device, images.shape, images.double().sum().item(), targets.double().sum().item())
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_delivers_to_the_device(tmp_path, workers):
+    (tmp_path / "probe.py").write_text(PROBE)
+    command = [tmp_path / "probe.py", "--workers", workers]
+    on_cpu, on_device = (good(run(*start, *command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})).out
+                         for start in ([PYTHON], SIMULATED))
+    assert "npy:0 npy:0" in on_device and on_device.replace("npy:0", "cpu") == on_cpu
+
+
+def drop(pattern):
+    return lambda text: re.subn(pattern, "", text, flags=re.MULTILINE)
+
+
+def move_model_after_resume(text):
+    moving = re.compile(r"^ *model\.to\(device.*\n", re.MULTILINE)
+    line = moving.search(text)[0]
+    return re.subn(r"^ *start_epoch, best_accuracy = checkpoint\.resume.*\n", lambda found: found[0] + line,
+                   moving.sub("", text), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("script, put_back, where, says", [
+    ("train.py", drop(r"(?<=sums = torch\.zeros\(4), device=device"), "in evaluate", "npy:0 and cpu"),
+    ("train.py", drop(r"(?<=, labels)\.to\(device.*\)$"), "F.cross_entropy(model(normalize(images)), labels)",
+     "npy:0 and cpu"),
+    ("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu"),
+    pytest.param("loader.py", drop(r"(?<=torch\.tensor\(count), device=[^)]*"), "in reduce_sum",
+                 "No backend type associated with device type cpu", marks=pytest.mark.drill),
+    pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "torn, or not written by torch.save",
+                 marks=pytest.mark.drill),
+], ids=["sums on the CPU", "labels not moved", "optimizer loaded before the model moves", "count on the CPU",
+        "no map_location"])
+def test_a_wrong_placement_is_seen(whole, tmp_path, script, put_back, where, says):
+    """Each mistake works on a CPU; here it raises, in the line that a GPU would name."""
+    copy = copy_out("train.py" if script.startswith("common") else script, tmp_path / "copy")
+    file = copy.parent / script
+    text, changed = put_back(file.read_text())
+    assert changed
+    file.write_text(text)
+    options = [] if script == "loader.py" else [*SAME, "--resume", whole[1] / "epoch-001.pt",
+                                                "--output-dir", tmp_path / "out"]
+    wrong = run(*SIMULATED, copy, *options, cwd=tmp_path, env=CHILD)
+    assert wrong.code and where in wrong.err and says in wrong.err.splitlines()[-1]
