@@ -48,7 +48,7 @@ def cores_per_process():
     if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
         return share_cores(os.cpu_count(), os.cpu_count(), local_world_size())
     own = os.sched_getaffinity(0)
-    started_by_torch = dist.is_torchelastic_launched() or multiprocessing.parent_process()
+    started_by_torch = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process()
     if "SLURM_CPUS_ON_NODE" in os.environ and not started_by_torch:
         total = int(os.environ["SLURM_CPUS_ON_NODE"])  # "Number of CPUs available to the step on this node" (man srun)
     else:  # a parent outside this container has the id 0, which stands for this process itself
