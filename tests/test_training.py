@@ -408,14 +408,15 @@ def test_best_is_the_first_of_the_highest_and_stays_when_accuracy_falls(runs, tm
     assert load(tmp_path / "last.pt")["best_accuracy"] == best["accuracy"]
 
 
-# a network of the user's own, at the end of common/models.py: it says which outputs each of its dropouts keeps
+# A network of the user's own, at the end of common/models.py: it says which outputs its dropout keeps. torchrun starts
+# `python -u`, where print writes the end of a line separately, and lines of two ranks would mix.
 WITH_DROPOUT = """
 
 class Dropout(nn.Dropout):
     def forward(self, inputs):
         kept = super().forward(torch.ones_like(inputs))
         if self.training:
-            print("kept", dist.get_rank(), zlib.crc32(kept.numpy().tobytes()))
+            print(f"kept {dist.get_rank()} {zlib.crc32(kept.numpy().tobytes())}\\n", end="")
         return inputs * kept
 
 
