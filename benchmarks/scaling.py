@@ -138,8 +138,8 @@ def compute(found):
                 tables["rings_alone"][row] = efficiency(model, WORLD, link, trees=False)
     sizes = {name: model["parameters"] for name, model in found["models"].items()}
     sizes |= {"3 billion parameters": 3e9, "7 billion parameters": 7e9}
-    # weights 4, gradients 4, DDP's buckets 4 more; momentum 4, or Adam's two averages 8
-    tables["memory"] = {name: {"ddp_sgd": 16 * size, "ddp_adam": 20 * size,
+    # weights 4, gradients, which are views into DDP's buckets, 4; momentum 4, or Adam's two averages 8
+    tables["memory"] = {name: {"ddp_sgd": 12 * size, "ddp_adam": 16 * size,
                                **{f"fsdp_adam_{count}": 16 * size / count for count in (8, 64, 1024)}}
                         for name, size in sizes.items()}
     return tables
@@ -315,13 +315,15 @@ def dealt_out():
     import torch
     from torch.utils.data import DistributedSampler, RandomSampler
 
+    from common.datasets import mix
+
     samples = range(50_000)
     shares = []
     for rank in range(WORLD):
-        sampler = DistributedSampler(samples, WORLD, rank, seed=0, drop_last=True)
+        sampler = DistributedSampler(samples, WORLD, rank, seed=mix(0), drop_last=True)
         sampler.set_epoch(1)
         shares.append(list(sampler))
-    return list(RandomSampler(samples, generator=torch.Generator().manual_seed(0 + 1))), shares  # as train.py seeds it
+    return list(RandomSampler(samples, generator=torch.Generator().manual_seed(mix(0) + 1))), shares  # as in train.py
 
 
 def check_world(found):
@@ -417,8 +419,8 @@ def render(result):
         "one image of each in turn, are the batches of `train.py`, image by image, in all "
         f"{world['steps']} steps. Each of the {world['validation']:,} samples for validation is on exactly one rank.",
         f"- What a rank keeps of the CNN: {parts['weights']:,} bytes of weights, {parts['gradients']:,} of gradients, "
-        f"{parts['momentum']:,} of momentum, {parts['buckets']:,} of DDP's buckets, {parts['together']:,} together: 16 "
-        f"bytes for each parameter. It sends {len(world['buckets'])} bucket in a step.",
+        f"{parts['momentum']:,} of momentum, {parts['together']:,} together: 12 bytes for each parameter, since gradients "
+        f"are views into DDP's buckets. It sends {len(world['buckets'])} bucket in a step.",
         f"- Refused: {' and '.join(f'`{line}`' for line in world['refused'])}.",
         f"- FSDP2 gives {shards[0]:,} of the transformer's parameters to rank {PLAYED[0]} and {shards[1]:,} to rank "
         f"{PLAYED[-1]}; an even split would be {count['1B transformer'] / WORLD:,.0f}.",

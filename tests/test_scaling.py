@@ -44,14 +44,14 @@ def test_batches_that_do_not_fit_1024_ranks_are_refused(world):
                                 "--batch-size 65536: there are only 50000 samples"]
 
 
-def test_memory_is_sixteen_bytes_a_parameter(world):
-    """Weights, gradients, momentum, and DDP's buckets, a second copy of the gradients."""
+def test_memory_is_twelve_bytes_a_parameter(world):
+    """Weights, momentum, and gradients, which are views into DDP's buckets."""
     size = RESULT["inputs"]["models"]["CNN"]["parameters"]
     assert size == 120_100
     for one in world["ranks"]:
         kept = one["bytes"]
         assert kept["weights"] == kept["gradients"] == kept["momentum"] == kept["buckets"] == 4 * size
-        assert kept["together"] == 16 * size == RESULT["tables"]["memory"]["CNN"]["ddp_sgd"]
+        assert kept["together"] == 12 * size == RESULT["tables"]["memory"]["CNN"]["ddp_sgd"]
         assert one["buckets"] == [4 * size]  # one bucket: nothing of it travels during the backward pass
     even = RESULT["inputs"]["models"]["1B transformer"]["parameters"] / 1024
     assert 0.8 * even < world["shards"]["1023"] < even < world["shards"]["0"] < 1.1 * even

@@ -26,12 +26,13 @@ RUNS = {
     "accum 2x5": ([*TORCHRUN, "--nproc-per-node=2", "train_grad_accum.py", "--accum-steps", "5"]),
     "elastic": ([*TORCHRUN, "--nproc-per-node=2", "train_elastic.py", "--snapshot-every", "5"]),
     "float32": ([*LAUNCH, "--nproc_per_node=2", "train_DDP.py"]),
+    "DDP3 deterministic": ([*TORCHRUN, "--nproc-per-node=3", "train_DDP.py", "--deterministic"]),
     "bf16": ([*TORCHRUN, "--nproc-per-node=2", "train_amp.py", "--clip-norm", "100"]),
 }
-FLOAT32 = ["float32", "bf16"]  # as users run them; all others are in float64
+FLOAT32 = ["float32", "bf16", "DDP3 deterministic"]  # as users run them; all others are in float64
 EXACT = [name for name in RUNS if name not in ("train", *FLOAT32)]
 RESUMED = ["train", "float32",  # train_amp.py: see fp16
-           *(pytest.param(name, marks=pytest.mark.drill) for name in ("accum 2x5", "mp2", "DP"))]
+           *(pytest.param(name, marks=pytest.mark.drill) for name in ("accum 2x5", "mp2", "DP", "DDP3 deterministic"))]
 
 
 def command(name):
