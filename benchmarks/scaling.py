@@ -419,8 +419,8 @@ def render(result):
         "one image of each in turn, are the batches of `train.py`, image by image, in all "
         f"{world['steps']} steps. Each of the {world['validation']:,} samples for validation is on exactly one rank.",
         f"- What a rank keeps of the CNN: {parts['weights']:,} bytes of weights, {parts['gradients']:,} of gradients, "
-        f"{parts['momentum']:,} of momentum, {parts['together']:,} together: 12 bytes for each parameter, since gradients "
-        f"are views into DDP's buckets. It sends {len(world['buckets'])} bucket in a step.",
+        f"{parts['momentum']:,} of momentum, {parts['together']:,} together: 12 bytes for each parameter, since the "
+        f"gradients are views into DDP's buckets. It sends {len(world['buckets'])} bucket in a step.",
         f"- Refused: {' and '.join(f'`{line}`' for line in world['refused'])}.",
         f"- FSDP2 gives {shards[0]:,} of the transformer's parameters to rank {PLAYED[0]} and {shards[1]:,} to rank "
         f"{PLAYED[-1]}; an even split would be {count['1B transformer'] / WORLD:,.0f}.",
