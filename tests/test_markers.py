@@ -3,8 +3,8 @@ import markers
 import pytest
 
 # the most lines that a script may change, neither blank nor comment
-BUDGET = {"train_DP.py": 4, "train_amp.py": 18, "train_grad_accum.py": 16, "train_mp.py": 20, "train_DDP.py": 48,
-          "train_elastic.py": 45}
+BUDGET = {"train_DP.py": 5, "train_amp.py": 13, "train_grad_accum.py": 15, "train_mp.py": 18, "train_DDP.py": 44,
+          "train_elastic.py": 44}
 
 
 @pytest.mark.parametrize("path", markers.scripts(), ids=lambda path: path.name)
