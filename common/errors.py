@@ -56,6 +56,8 @@ def explain(error):
         return f"out of memory: {text.splitlines()[0]} try a smaller --batch-size, or train_grad_accum.py"
     if isinstance(error, RuntimeError) and WORKER_DIED.match(text):
         return f"{text} (out of memory? fewer --workers take less)"
+    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in text:
+        return f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this host; choose another port"
     if lost_the_others(error):
         late = LATE.search(text)
         advice = "look at the hosts, their network and --timeout" if late else "the first that failed says why"
@@ -152,7 +154,10 @@ def _exit_at_once(code):
 
 
 def _several():
-    return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1
+    from .launch import is_slurm_task  # here, because that module imports this one
+
+    size = os.environ.get("WORLD_SIZE")
+    return int(size) > 1 if size else is_slurm_task()
 
 
 def _wait_to_be_ended():

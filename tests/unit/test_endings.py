@@ -29,6 +29,8 @@ def worker_error(kind, text):
     (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), ["71, 72"]),
     (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41"), ["lost", "first that"]),
     (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv"), ["--timeout"]),
+    (dist.DistNetworkError("The server socket has failed to listen on any local network address. port: 29500, useIpv6: "
+                           "false, code: -98, name: EADDRINUSE, message: address already in use"), ["MASTER_PORT"]),
     (dist.DistNetworkError("The client socket has timed out after 600000ms"), ["lost", "--timeout"]),
     (dist.DistBackendError(NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call"
                                        " failed possibly due to a network error.", "socketPoll: 10.0.0.2<43>")),
