@@ -244,6 +244,22 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, name):
     assert not (tmp_path / "epoch-008.pt").exists()  # the eighth epoch was not repeated
 
 
+def test_the_command_line_wins_on_resume(runs, tmp_path):
+    """The headline's rate is the one that trains: one line says what differs from the checkpoint's."""
+    from common.models import cosine
+
+    path = runs("float32")[0] / "epoch-008.pt"
+    said = good(run(*command("float32"), "--lr", "0.1", "--momentum", "0.5", "--resume", path, "--output-dir",
+                    tmp_path)).out
+    factors = [cosine(10, 0.01)(done) for done in (8, 9)]
+    old, new = (f"{0.75 * lr * factors[0]:g}" for lr in (0.05, 0.1))
+    assert said.count(f"resume {path}: this command changes lr from {old} to {new}, momentum from 0.9 to 0.5\n") == 1
+    assert ", lr 0.075, " in said
+    assert [line["lr"] for line in epochs(said)] == pytest.approx([0.075 * factor for factor in factors], abs=1e-5)
+    groups = load(tmp_path / "last.pt")["optimizer"]["param_groups"]
+    assert [group["momentum"] for group in groups] == [0.5, 0.5]
+
+
 RING = {"train.py": "DDP2", "train_DP.py": "bf16", "train_DDP.py": "train", "train_mp.py": "accum 2x5",
         "train_amp.py": "DP", "train_grad_accum.py": "mp2", "train_elastic.py": "DDP2"}
 RING_DRILLS = {"train_DP.py"}  # bf16 is slow on most CPUs
