@@ -127,7 +127,7 @@ def main(args):
         models.load_weights(model, args.weights)
     if args.freeze_layers:
         models.freeze_layers(model)
-    model.to(device, memory_format=torch.channels_last)  # as convolutions are fastest
+    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
     # Optimizer: the learning rate grows with the batch
     lr = args.lr * args.batch_size / 128
