@@ -123,10 +123,12 @@ def machine(device, *paths):
 
     "gpu" is the name of the accelerator `device`, or None where that is the CPU.
     """
-    name = platform.processor() or platform.machine()
+    name, vectors = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
     if Path("/proc/cpuinfo").exists():
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())  # ARM has none
+        text = Path("/proc/cpuinfo").read_text()
+        found = re.search(r"model name\s*: (.*)", text)  # ARM has none
         name = found[1] if found else name
+        vectors += " with AMX" * ("amx_bf16" in text)  # units that multiply matrices in bf16
     gpu = None
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -134,6 +136,6 @@ def machine(device, *paths):
     asked = ["git", "log", "-1", "--format=%h"], ["git", "status", "--porcelain", "--untracked-files=no"]
     commit, changes = (subprocess.run([*command, "--", *paths], cwd=ROOT, capture_output=True, text=True).stdout.strip()
                        for command in asked)
-    return {"cpu": name, "cores": os.cpu_count(), "vectors": torch.backends.cpu.get_cpu_capability(), "gpu": gpu,
+    return {"cpu": name, "cores": os.cpu_count(), "vectors": vectors, "gpu": gpu,
             "python": platform.python_version(), "torch": torch.__version__,
             "commit": commit + "-dirty" * bool(changes), "date": time.strftime("%Y-%m-%d")}
