@@ -95,7 +95,7 @@ def test_processes_find_out_that_they_share_a_device(tmp_path, identity, found):
     """Before there is a group, through the store that the group then uses too; as on a laptop with one GPU."""
     (tmp_path / "shared.py").write_text(SHARED)
     said = good(run(*TORCHRUN, "--nproc-per-node=2", tmp_path / "shared.py", ROOT, identity)).out
-    assert said.split() == [found, found]
+    assert [said.count(word) for word in ("shared", "apart")] == [2 * (found == word) for word in ("shared", "apart")]
 
 
 @pytest.mark.drill
@@ -111,4 +111,4 @@ def test_processes_that_srun_started_share_a_device(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         runs = pool.map(lambda rank: run(PYTHON, tmp_path / "shared.py", ROOT, "GPU-1",
                                          env=shared | {"RANK": rank, "LOCAL_RANK": rank}), "01")
-        assert [good(one).out for one in runs] == ["shared\n"] * 2
+        assert [good(one).out.count("shared") for one in runs] == [1, 1]  # torch 2.9's gloo prints lines of its own
