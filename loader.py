@@ -101,7 +101,8 @@ class PairLoader:
         self.dataset.epoch.fill_(epoch)
         for batch in self.loader:
             # Bytes came from the workers, a quarter of what floats take
-            images, targets = batch.to(self.device, non_blocking=True).sub(127.5).div_(127.5)
+            batch = batch.to(self.device, non_blocking=self.loader.pin_memory)
+            images, targets = batch.sub(127.5).div_(127.5)
             yield images, targets
 
 
@@ -168,7 +169,7 @@ def join_group(args):
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(None, args.device)
-    device_id = None if backend == "gloo" else torch.device(args.device)
+    device_id = torch.device(args.device) if backend == "nccl" else None
     dist.init_process_group(backend, device_id=device_id)
 
 
@@ -178,5 +179,5 @@ if __name__ == "__main__":
         join_group(args)
         main(args)
 
-        # Not after a failure: it waits for the other processes, who may wait for this one
+        # Not after a failure: it would wait for other processes that may be waiting for this one
         dist.destroy_process_group()

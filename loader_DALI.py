@@ -28,11 +28,13 @@ from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 # new # an extra, so it may be missing
-with errors.report_errors():
-    try:
-        from nvidia.dali import fn, pipeline_def, types
-        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
-    except ImportError as error:
+try:
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    with errors.report_errors():
         raise errors.UsageError(f"no NVIDIA DALI ({error}): pip install -r requirements-dali.txt") from None
 
 
@@ -241,7 +243,7 @@ def join_group(args):
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(None, args.device)
-    device_id = None if backend == "gloo" else torch.device(args.device)
+    device_id = torch.device(args.device) if backend == "nccl" else None
     dist.init_process_group(backend, device_id=device_id)
 
 
@@ -251,5 +253,5 @@ if __name__ == "__main__":
         join_group(args)
         main(args)
 
-        # Not after a failure: it waits for the other processes, who may wait for this one
+        # Not after a failure: it would wait for other processes that may be waiting for this one
         dist.destroy_process_group()

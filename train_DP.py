@@ -41,8 +41,8 @@ def parse_args():
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
     parser.add_argument("--evaluate", action="store_true", help="only measure what was loaded")
-    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="steps per look at the loss")
-    parser.add_argument("--save-every", type=cli.count, default=0, help="epochs per epoch-NNN.pt; 0: none")
+    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth epoch; 0: none")
     return parser.parse_args()
 
 
@@ -78,7 +78,7 @@ def main(args):
     device = devices.select_device(args.device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
+    # Data: an epoch drops the incomplete last batch; different samples each epoch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     if args.batch_size > len(train_set):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
@@ -142,7 +142,7 @@ def main(args):
             optimizer.step()
             loss_sum += loss.detach()
 
-            # Reading the loss waits for the device: so now and then, not in every step
+            # Reading the loss waits for the device, so do it only every --log-every steps
             if step % args.log_every and step < len(train_loader):
                 continue
             train_loss = loss_sum.item() / step

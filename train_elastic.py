@@ -5,8 +5,8 @@
         --rdzv-endpoint=HOST1:29400 train_elastic.py --resume auto
     sbatch launch/elastic.sbatch
 
-SIGTERM and SIGUSR1 end it with exit code 85 after a snapshot; the same command goes on where it stopped, to
-the same weights bit for bit, or, on another number of processes, to the same but for rounding.
+SIGTERM and SIGUSR1 end it with exit code 85 after a snapshot; the same command resumes
+there and reaches bit-identical weights; on another number of processes they differ only by rounding.
 
 Parent: train_DDP.py
 """
@@ -56,8 +56,8 @@ def parse_args():
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
     parser.add_argument("--evaluate", action="store_true", help="only measure what was loaded")
-    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="steps per look at the loss")
-    parser.add_argument("--save-every", type=cli.count, default=0, help="epochs per epoch-NNN.pt; 0: none")
+    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth epoch; 0: none")
 
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes' samples (GPU)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: by device, nccl on CUDA, gloo on CPU)")
@@ -118,12 +118,12 @@ def main(args):
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
     snapshots = checkpoint.BackgroundWriter()
 
-    # Data: an epoch leaves out the samples that do not fill a last batch, other ones each time
+    # Data: an epoch drops the incomplete last batch; different samples each epoch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     if args.batch_size > len(train_set):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
 
-    # each process reads its share of every batch, in the order that train.py has too
+    # each process reads its share of every batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
 
@@ -232,7 +232,7 @@ def main(args):
             optimizer.step()
             loss_sum += loss.detach()
 
-            # Reading the loss waits for the device: so now and then, not in every step
+            # Reading the loss waits for the device, so do it only every --log-every steps
 
             # new # and where a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
@@ -256,7 +256,7 @@ def main(args):
                 if reduce.is_main_process():
                     snapshots.save(folder / "last.pt", state, **values)
 
-            # new # nobody leaves before the file is whole: where one leaves, launchers end the others
+            # new # wait for the save: if one rank exits, the launcher kills the rest
             if stopping:
                 snapshots.wait()
                 dist.barrier()
@@ -312,7 +312,7 @@ def join_group(args):
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)
-    device_id = None if backend == "gloo" else torch.device(args.device)
+    device_id = torch.device(args.device) if backend == "nccl" else None
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
 
 
@@ -325,7 +325,7 @@ if __name__ == "__main__":
         # new # 85 where it was stopped, so that a batch script knows to queue it again
         code = main(args)
 
-        # not after a failure: it waits for the other processes, who may wait for this one
+        # not after a failure: it would wait for other processes that may be waiting for this one
         dist.destroy_process_group()
 
         # new #

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import ProcessError, UsageError
+from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
 try:
@@ -28,17 +28,17 @@ _locks = []  # open as long as the process lives
 def make_folder(path, lock=True):
     """Make the folder `path` for a run's output if it is not there, and return it; UsageError where it cannot be.
 
-    With `lock` the main process keeps it to itself until it ends, however it ends: another run's main process is
+    With `lock` the main process locks it until that process exits, for any reason: another run's main process is
     refused. (The lock is the process's own; a loader's worker that lives on for a moment does not hold it.)
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise UsageError(f"--output-dir {path}: not writable")
+        if lock and fcntl and is_main_process():
+            _locks.append(_lock(path, open(Path(path, ".lock"), "a+")))
     except OSError as error:
-        raise UsageError(f"--output-dir {path}: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise UsageError(f"--output-dir {path}: not writable")
-    if lock and fcntl and is_main_process():
-        _locks.append(_lock(path, open(Path(path, ".lock"), "a+")))
+        raise UsageError(f"--output-dir {path}: {reason(error)}") from None
     return Path(path)
 
 
@@ -57,19 +57,27 @@ def _lock(path, file):
         else:
             break
         file.seek(0)
-        holder = file.read().strip() or "unknown"
-        if holder.startswith(f"{socket.gethostname()} ") or time.monotonic() > end:
-            raise UsageError(f"--output-dir {path}: another run writes there (host and process {holder}); "
+        holder, _, kernel = file.read().strip().rpartition(" ")
+        if kernel == _kernel() or time.monotonic() > end:
+            raise UsageError(f"--output-dir {path}: another run writes there (host and process: {holder}); "
                              "name another folder")
         if not waiting:
-            print(f"--output-dir {path}: locked by host and process {holder}; waiting up to {LOCK_SECONDS} s, in case "
-                  "that host has crashed", file=sys.stderr)
+            print(f"--output-dir {path}: locked by another host (host and process: {holder}); waiting up to "
+                  f"{LOCK_SECONDS} s, in case that host has crashed", file=sys.stderr)
         waiting = True
         time.sleep(1)
     file.truncate(0)
-    file.write(f"{socket.gethostname()} {os.getpid()}\n")
+    file.write(f"{socket.gethostname()} {os.getpid()} {_kernel()}\n")
     file.flush()
     return file
+
+
+def _kernel():
+    """Return what names this start of this machine: on one machine a lock is held by a process that lives."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def save_checkpoint(path, state, **values):
@@ -123,9 +131,8 @@ def _write(path, content):
     except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        cause = error if isinstance(error, OSError) else error.__context__
-        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
-        raise ProcessError(f"cannot save {path}: {reason}; what was saved before is whole") from None
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        raise ProcessError(f"cannot save {path}: {reason(cause)}; what was saved before is whole") from None
     with contextlib.suppress(OSError):  # the new name is on disk only when the folder is; Windows opens no folder
         directory = os.open(path.parent, os.O_RDONLY)
         os.fsync(directory)
@@ -144,13 +151,13 @@ def load_file(option, path):
     except FileNotFoundError:
         raise UsageError(f"{option} {path}: no such file") from None
     except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}") from None
+        raise UsageError(f"{option} {path}: {reason(error)}") from None
     except pickle.UnpicklingError:
         raise UsageError(f"{option} {path}: not a file of tensors and plain values, so it is not loaded") from None
     except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         newer = "maximum supported version" in str(error)
-        reason = f"written by a newer torch than {torch.__version__}" if newer else "torn, or not written by torch.save"
-        raise UsageError(f"{option} {path}: {reason}") from None
+        why = f"written by a newer torch than {torch.__version__}" if newer else "torn, or not written by torch.save"
+        raise UsageError(f"{option} {path}: {why}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{option} {path}: holds a {type(content).__name__}, not a checkpoint")
     return content
@@ -190,8 +197,8 @@ def _restore(path, state, progress):
                              " --freeze-layers?") from None
     step = checkpoint.get("step", 0)
     if step and progress is None:
-        raise UsageError(f"--resume {path}: a snapshot within an epoch; train_elastic.py goes on from it, and --weights"
-                         " takes its weights")
+        raise UsageError(f"--resume {path}: a snapshot within an epoch; resume it with train_elastic.py, or load its"
+                         " weights with --weights")
     if progress is not None:
         progress.update((name, checkpoint[name]) for name in progress.keys() & checkpoint.keys())
     changes = _keep_settings(state, settings)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import nn
 
-from .errors import UsageError
+from .errors import UsageError, reason
 from .launch import cores_per_process
 from .reduce import is_main_process
 from .signals import tie_worker
@@ -205,10 +205,10 @@ def _torchvision(name, path):
         with FileLock(Path(path, f".{name}.lock")):  # one process downloads; the others wait, then find it there
             sets = [kind(path, train=train, download=True) for train in (True, False)]
     except (URLError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"--dataset {name}: not in --data-path {path}, and not to be downloaded ({reason})") from None
+        raise UsageError(f"--dataset {name}: not in --data-path {path}, and not to be downloaded ({reason(error)})"
+                         ) from None
     except OSError as error:
-        raise UsageError(f"--data-path {path}: {error.strerror or error}") from None
+        raise UsageError(f"--data-path {path}: {reason(error)}") from None
     return [(_channels_first(part.data), torch.as_tensor(part.targets)) for part in sets]
 
 

@@ -1,4 +1,4 @@
-"""Devices: which one a process takes, and what is said to torch about them."""
+"""Devices: which one a process takes, and how torch is set up for them."""
 import os
 
 import torch
@@ -12,7 +12,7 @@ def select_device(name, local_rank=None):
     """Return the `torch.device` called `name`; for None the accelerator if one is there, else the CPU.
 
     With `local_rank`, of a process in a group, it is this process's own device, and is made the current one, so that
-    nothing opens a context on device 0. Raises UsageError for a device that cannot be had.
+    nothing opens a context on device 0. Raises UsageError for a device that is not available.
     """
     device = _choose(name, local_rank)
     if local_rank is not None and device.type != "cpu":
@@ -22,7 +22,7 @@ def select_device(name, local_rank=None):
 
 def count_processes(name):
     """Return how many processes suit --device `name`: one for each device it names, or 2 on a CPU."""
-    device = _choose(name, None if name and ":" in name else 0)
+    device = _choose(name, 0)
     return 2 if device.type == "cpu" else len(device_ids(torch.device(name or device.type)))
 
 

@@ -46,14 +46,20 @@ def require_finite(value, what):
         raise RunError(f"{what} is {value}; try a lower --lr")
 
 
+def reason(error):
+    """Return why an operation failed, in a few words: an OSError's own, or the first line of the message."""
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def explain(error):
     """Return the one line (the whole message, for a lost connection) for an error that can be foreseen, else None."""
     text = str(error).strip()
+    # an error of a loader's worker or of a replica arrives with its traceback; the last line is "Class: message"
+    last = "".join(text.splitlines()[-1:]).removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     if isinstance(error, (UsageError, RunError)):
-        # a DataLoader worker's error arrives with the worker's traceback; its last line is "Class: message"
-        return text.splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
+        return last
     if isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory: {text.splitlines()[0]} try a smaller --batch-size, or train_grad_accum.py"
+        return f"out of memory: {last} try a smaller --batch-size, or train_grad_accum.py"
     if isinstance(error, RuntimeError) and WORKER_DIED.match(text):
         return f"{text} (out of memory? fewer --workers take less)"
     if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in text:
@@ -75,9 +81,9 @@ def lost_the_others(error):
 def report_errors():
     """Where a script starts: set up how it ends, and end it with one line for every failure that can be foreseen.
 
-    Of the processes of one launch the one that knows the cause speaks: the main process where all know it alike, else
-    the one that met it, with its rank. The others, which at most notice that a connection broke, first give the
-    launcher PATIENCE seconds to end them, and speak only if it does not. Anything unforeseen keeps its traceback.
+    Of the processes of one launch, the one that knows the cause reports it: the main process if all processes know it,
+    otherwise the one where it happened, with its rank. The others, which notice only a broken connection, first give
+    the launcher PATIENCE seconds to end them, and report only if it does not. Anything unforeseen keeps its traceback.
     A process without a launcher takes SIGTERM as it takes Ctrl-C: it ends what it started, then itself.
     After a failure the process writes what is open and exits at once. It does not destroy the process group, which
     waits for the others, who may wait for this process (NCCL: ncclCommDestroy is collective within a node).
@@ -130,7 +136,7 @@ def _last_words(error):
 
 
 def _interrupted(error, rank):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut the clearing up short
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the cleanup
     code = error.args[0] if error.args else 128 + signal.SIGINT
     if multiprocessing.parent_process() or rank:  # mp.spawn's parent, or rank 0, speaks
         return None, code

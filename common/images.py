@@ -10,7 +10,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from .errors import ProcessError, UsageError
+from .errors import ProcessError, UsageError, reason
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content, whatever the extension
@@ -33,7 +33,7 @@ def find_files(folder):
             elif entry.name.lower().endswith(EXTENSIONS) and (entry.is_file() or entry.is_symlink()):
                 found.append(entry.path)
     except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from None
+        raise UsageError(f"{error.filename}: {reason(error)}") from None
     return found
 
 
@@ -83,9 +83,9 @@ def _errors_name(path):
     try:
         yield
     except UnidentifiedImageError:
-        reason = "no JPEG, PNG, WebP or GIF"
+        why = "no JPEG, PNG, WebP or GIF"
     except (OSError, RuntimeError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        why = reason(error)
     else:
         return
-    raise ProcessError(f"{path}: cannot be read as an image ({reason}); replace or remove it")
+    raise ProcessError(f"{path}: cannot be read as an image ({why}); replace or remove it")

@@ -4,10 +4,11 @@ import os
 import re
 import socket
 import subprocess
+import sys
 
 import torch.distributed as dist
 
-from .errors import UsageError
+from .errors import UsageError, reason
 
 
 def local_world_size():
@@ -127,7 +128,8 @@ def serve_store(host, port, nodes):
         listener = socket.create_server(address[:2], family=family) if nodes == 1 else None
         port = listener.getsockname()[1] if listener else port
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
+                             use_libuv=sys.platform != "win32",  # torch is built without it there
                              master_listen_fd=listener and listener.detach())
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
-        reason = "in use" if "EADDRINUSE" in str(error) or "in use" in str(error) else str(error).splitlines()[0]
-        raise UsageError(f"--port {port} on --ip {host}: {reason}") from None
+        why = "in use" if "EADDRINUSE" in str(error) or "in use" in str(error) else reason(error)
+        raise UsageError(f"--port {port} on --ip {host}: {why}") from None

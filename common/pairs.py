@@ -19,7 +19,7 @@ from torchvision.io import write_jpeg, write_png
 from torchvision.utils import make_grid
 
 from .datasets import mix
-from .errors import ProcessError, UsageError
+from .errors import ProcessError, UsageError, reason
 from .images import EXTENSIONS, decode, find_files, read
 
 FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB\x60\x82")  # of a whole JPEG, of a whole PNG
@@ -31,7 +31,7 @@ def find_pairs(data_source, split, img_dir, gt_dir):
     """Return the pairs of a split, `[(image path, target path), ...]`, in the order of their names.
 
     They are matched by path relative to their folder, without extension. `data_source` None is a small set
-    of samples, made at the first call. Raises UsageError, naming the file or folder, for any pair in doubt.
+    of samples, made at the first call. Raises UsageError, naming the file or folder, for mismatched pairs.
     """
     if data_source is None:
         make_samples(SAMPLES)
@@ -140,8 +140,7 @@ def save_preview(path, images, targets):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_png(((grid + 1) * 127.5).round().clamp(0, 255).to(torch.uint8), str(path))
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-        raise UsageError(f"--preview {path}: cannot be written ({reason})") from None
+        raise UsageError(f"--preview {path}: cannot be written ({reason(error)})") from None
 
 
 def make_samples(folder):
@@ -170,7 +169,7 @@ def make_samples(folder):
             torch.set_num_threads(threads)
             os.replace(draft, folder)
     except OSError as error:
-        raise UsageError(f"no --data-source, and none can be made in {folder}: {error.strerror}") from None
+        raise UsageError(f"no --data-source, and none can be made in {folder}: {reason(error)}") from None
 
 
 def scene(height, width, generator):

@@ -64,7 +64,11 @@ def choose_backend(name, device):
     takes = dist.Backend.backend_capability  # the types of device whose tensors a backend sends
     default = dist.get_default_backend_for_device(device)
     if name is None:
-        if default == "gloo" or device.type not in takes["gloo"] or not devices_are_shared(devices.identify(device)):
+        if default == "gloo" or device.type not in takes["gloo"]:
+            return default
+        if not dist.is_backend_available(default):  # Windows has no NCCL
+            return "gloo"
+        if not devices_are_shared(devices.identify(device)):
             return default
         if os.environ["RANK"] == "0":
             print(f"several processes on {device}: gloo connects them, since {default} takes one process for a device")
@@ -79,8 +83,8 @@ def choose_backend(name, device):
 def devices_are_shared(identity, timeout=timedelta(minutes=5)):
     """Return whether two of the launch's processes gave the same `identity` of a device; every process must call it.
 
-    Asked on one host alone, before there is a group: on several, where attempts to start are not numbered alike,
-    --backend gloo is for the user to say.
+    It is checked before there is a group, and only for launches on one host: on several, where agents number their
+    attempts to start differently, pass --backend gloo yourself.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():

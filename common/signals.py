@@ -1,4 +1,4 @@
-"""Signals: who ends with whom, and what `train_elastic.py` does with SIGTERM and SIGUSR1. Nothing happens on import."""
+"""Signals: which process ends when another does, and what `train_elastic.py` does with SIGTERM and SIGUSR1."""
 import ctypes
 import multiprocessing
 import os
@@ -49,12 +49,16 @@ def _note(numbers):
 def tie_worker(worker_id):
     """In a DataLoader's worker (its `worker_init_fn`): end when the process that reads from it ends.
 
-    torch's own watchdog misses a death while the worker still starts, which under spawn takes seconds, and the worker
-    would stay for ever.
+    torch's own watchdog misses a death while the worker still starts, which under spawn takes seconds. Under forkserver
+    it watches the server, which lives as long as a worker does.
     """
-    end_with_parent(signal.SIGKILL)  # under forkserver the server is the parent, and ends too
-    if not multiprocessing.parent_process().is_alive():
-        os._exit(1)
+    end_with_parent(signal.SIGKILL)
+    threading.Thread(target=_outlive_no_parent, daemon=True).start()
+
+
+def _outlive_no_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def shield_worker(worker_id):
@@ -64,12 +68,12 @@ def shield_worker(worker_id):
     """
     tie_worker(worker_id)
     if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_end_with_parent, args=(multiprocessing.parent_process().pid,), daemon=True).start()
+        threading.Thread(target=_end_when_asked_by, args=(multiprocessing.parent_process().pid,), daemon=True).start()
     elif hasattr(signal, "pthread_sigmask"):  # macOS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _end_with_parent(parent):
+def _end_when_asked_by(parent):
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
@@ -81,5 +85,5 @@ def stopped(epoch, step):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if int(os.environ["RANK"]) == 0:
-        print(f"epoch {epoch}, step {step}: stopped by a signal and saved; the same command with --resume auto goes on")
+        print(f"epoch {epoch}, step {step}: stopped by a signal and saved; --resume auto continues here")
     return STOPPED

@@ -14,6 +14,8 @@ import torch
 from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, good, run
 from PIL import Image, ImageOps
 
+from common.datasets import mix
+
 TRAIN, TEST = 23, 11  # pairs: no number of processes or batches divides them
 BATCH = 6  # of one, two and three processes
 CROP = 16
@@ -329,7 +331,7 @@ def test_each_epoch_has_an_order_and_crops_of_its_own_and_a_seed_repeats_them(se
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_order_is_that_of_a_distributed_sampler(seen, script):
     for epoch in (1, 2):
-        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(1234 + epoch)).tolist()
+        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(mix(1234) + epoch)).tolist()
         by_name = sorted(range(TRAIN), key=lambda number: f"{number % 3}/{number:02}")
         expected = [by_name[place] for place in order[:TRAIN // BATCH * BATCH]]
         assert numbers(seen[1][f"{script}-train"][0].epochs[epoch - 1]) == expected

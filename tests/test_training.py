@@ -126,8 +126,8 @@ def test_a_stopped_run_goes_on_within_its_epoch(runs, stopped, tmp_path, process
 def test_a_snapshot_is_for_the_script_that_can_use_it(stopped, tmp_path):
     result = run(PYTHON, "train.py", "--resume", stopped / "last.pt", "--output-dir", tmp_path)
     assert result.code == 2 and result.err == (
-        f"train.py: error: --resume {stopped / 'last.pt'}: a snapshot within an epoch; train_elastic.py goes on from"
-        " it, and --weights takes its weights\n")
+        f"train.py: error: --resume {stopped / 'last.pt'}: a snapshot within an epoch; resume it with train_elastic.py,"
+        " or load its weights with --weights\n")
     result = run(PYTHON, "train_elastic.py", *SAME, "--batch-size", "64", "--resume", stopped / "last.pt",
                  "--output-dir", tmp_path)
     assert result.code == 2 and result.err == (

@@ -146,7 +146,7 @@ TAKE = "from common import checkpoint; import sys; checkpoint.make_folder(sys.ar
 
 def test_a_lock_of_another_host_is_waited_for(tmp_path):
     """A crashed host's lock stays until its lease ends: a start that waits for it does not use up a restart."""
-    holder = hold(tmp_path, "elsewhere 4711\n")
+    holder = hold(tmp_path, "elsewhere 4711 another-kernel\n")
     run = subprocess.Popen([sys.executable, "-c", TAKE, tmp_path], cwd=ROOT, stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, text=True)
     said = run.stderr.readline()
@@ -157,7 +157,7 @@ def test_a_lock_of_another_host_is_waited_for(tmp_path):
 
 
 def test_a_lock_of_another_host_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    holder = hold(tmp_path, "elsewhere 4711\n")
+    holder = hold(tmp_path, "elsewhere 4711 another-kernel\n")
     monkeypatch.setattr(checkpoint, "LOCK_SECONDS", 0)
     with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: another run .*elsewhere 4711"):
         checkpoint.make_folder(tmp_path)
