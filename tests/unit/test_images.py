@@ -9,8 +9,8 @@ import torch
 from PIL import Image, ImageOps
 
 from common import pairs
-from common.errors import ProcessError, UsageError
 from common.datasets import FolderDataset, create_datasets
+from common.errors import ProcessError, UsageError
 from common.images import decode, find_files
 
 Y, X = np.mgrid[0:90, 0:120]

@@ -169,6 +169,14 @@ def test_micro_batches_send_no_more_than_a_whole_batch(script):
     assert events(module, args, "gloo:all_reduce") == whole > 2
 
 
+def test_a_process_cannot_have_more_micro_batches_than_samples(script, monkeypatch):
+    """Of a batch of four two processes have two samples each: a third micro-batch would be empty, and its loss nan."""
+    module, args = script("train_grad_accum", "--accum-steps", "3")
+    monkeypatch.setattr(module.reduce, "exact_share", lambda batch_size, world_size: batch_size // 2)
+    with pytest.raises(errors.UsageError, match="--accum-steps 3: only 2 samples a process"):
+        module.main(args)
+
+
 def test_data_parallel_trains_through_its_wrapper(script, monkeypatch):
     """Its module is called either way: on one device, or on none, the weights would be the same."""
     module, args = script("train_DP")
