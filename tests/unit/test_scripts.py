@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import load
+from conftest import ROOT, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import hold
 
@@ -191,3 +191,16 @@ def test_no_snapshot_is_written_of_weights_that_are_not_finite(script, tmp_path,
     with pytest.raises(errors.RunError, match="epoch 1, step 1: the norm of the weights is (inf|nan)"):
         module.main(args)
     assert not (tmp_path / "last.pt").exists()
+
+
+def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
+    """Each worker has a folder of its own, so that a relative path would be another one."""
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    monkeypatch.chdir(tmp_path)
+    names = ("data_path", "output_dir", "weights", "resume")
+    options = [part for name in names for part in ("--" + name.replace("_", "-"), f"{name}.pt")]
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--num-workers", "2", "--", *options])
+    _, args = importlib.import_module("ray_train").parse_args()
+    assert [getattr(args, name) for name in names] == [str(tmp_path / f"{name}.pt") for name in names]
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--", "--resume", "auto"])
+    assert importlib.import_module("ray_train").parse_args()[1].resume == "auto"
