@@ -83,7 +83,7 @@ from common import launch, reduce
 os.environ.update(launch.launch_environment())
 shared = reduce.devices_are_shared(sys.argv[2].format(os.environ["RANK"]))
 dist.init_process_group("gloo")
-assert reduce.agree(shared)
+assert reduce.agree(shared) and not reduce.agree(dist.get_rank())
 dist.destroy_process_group()
 print("shared" if shared else "apart", flush=True)
 """

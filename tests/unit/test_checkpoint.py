@@ -1,11 +1,13 @@
 """Checkpoints and the output folder: what a resumed run takes from its command, and file systems that cannot lock."""
 import errno
+import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, same
 
 from common import checkpoint, models
 from common.errors import ProcessError
@@ -110,6 +112,60 @@ def test_a_file_that_cannot_be_renamed_is_an_error(tmp_path):
     (tmp_path / "last.pt").mkdir()
     with pytest.raises(ProcessError, match="cannot save"):
         save(tmp_path / "last.pt", make(), 1)
+
+
+def test_a_checkpoint_is_on_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    """And its name is on disk when the call returns: after a power cut there is the old file or the new one."""
+    calls, real = [], {"fsync": checkpoint.os.fsync, "replace": checkpoint.os.replace}
+
+    def fsync(number):
+        size = checkpoint.os.fstat(number).st_size
+        calls.append("folder" if stat.S_ISDIR(checkpoint.os.fstat(number).st_mode) else size)
+        real["fsync"](number)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", fsync)
+    monkeypatch.setattr(checkpoint.os, "replace", lambda *paths: (calls.append("rename"), real["replace"](*paths)))
+    path = save(tmp_path / "last.pt", make(), 1)
+    assert calls == [path.stat().st_size, "rename", "folder"]
+
+
+def test_a_snapshot_has_the_weights_of_its_call_and_training_goes_on(tmp_path):
+    """The write is held up until the weights have changed; Python lists and numbers are copied, too."""
+    state, writer, go_on = make(), checkpoint.BackgroundWriter(), threading.Event()
+    train(state, 1)
+    writer.pool.submit(go_on.wait)
+    expected = checkpoint._copy(checkpoint._content(state, {}))
+    writer.save(tmp_path / "last.pt", state, epoch=1)
+    train(state, 1)
+    go_on.set()
+    writer.wait()
+    found = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert found.pop("epoch") == 1 and same(found, expected)
+
+
+def test_a_snapshot_that_cannot_be_written_is_an_error_of_the_next_wait(tmp_path):
+    writer = checkpoint.BackgroundWriter()
+    (tmp_path / "last.pt").mkdir()
+    writer.save(tmp_path / "last.pt", make())
+    with pytest.raises(ProcessError, match="cannot save"):
+        writer.wait()
+    with pytest.raises(ProcessError, match="cannot save"):
+        writer.save(tmp_path / "other.pt", make())
+
+
+def test_processes_that_found_different_checkpoints_do_not_start(tmp_path, monkeypatch):
+    """tests/test_endings.py has `agree` itself, on two processes."""
+    asked = []
+    monkeypatch.setattr(checkpoint, "agree", asked.append)
+    with pytest.raises(checkpoint.UsageError, match="--resume: the processes found different checkpoints"):
+        checkpoint.resume("auto", tmp_path, make(), {"step": 0})
+    assert asked == [((1, -1.0), {"step": 0})]
+
+
+def test_the_lock_names_its_holder_alone(tmp_path):
+    (tmp_path / ".lock").write_text("elsewhere 4711, which has ended\n")
+    checkpoint.make_folder(tmp_path)
+    assert (tmp_path / ".lock").read_text() == f"{checkpoint.socket.gethostname()} {checkpoint.os.getpid()}\n"
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

@@ -1,4 +1,6 @@
 """Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
+import os
+
 import pytest
 
 from common import devices
@@ -70,6 +72,28 @@ def test_without_an_accelerator_there_is_one_cpu():
     assert devices.count_processes(None) == 2 and devices.device_ids(torch.device("cpu")) == []
 
 
+def test_a_device_that_is_named_is_the_one_to_use():
+    import torch
+
+    assert devices.device_ids(torch.device("cuda:1")) == [1] and devices.device_ids(torch.device("mps")) == []
+
+
+def test_deterministic_is_for_those_who_ask(monkeypatch):
+    import torch
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        devices.set_deterministic(False)
+        assert not torch.are_deterministic_algorithms_enabled()
+        devices.set_deterministic(True)
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "mps", "cuda", "xpu"])
 def test_copies_do_not_wait_only_from_pinned_memory(kind):
     import torch
@@ -93,3 +117,32 @@ def test_the_store_of_one_host_listens_on_one_address():
         launch.serve_store("127.0.0.1", store.port, nodes=1)
     with pytest.raises(UsageError, match="--nnodes 2: .*--port"):
         launch.serve_store("127.0.0.1", 0, nodes=2)
+
+
+def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
+    """The processes of one, on two devices, were started again, on one: the store still has what they said."""
+    import threading
+
+    from common import launch, reduce
+
+    store = launch.serve_store("127.0.0.1", 0, nodes=1)
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def attempt(number, *identities):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        monkeypatch.setenv("RANK", "1")
+        before, found = store.num_keys(), []
+        other = threading.Thread(target=lambda: found.append(reduce.devices_are_shared(identities[1])))
+        other.start()
+        while store.num_keys() == before and other.is_alive():  # it has read its rank, and waits for rank 0
+            pass
+        monkeypatch.setenv("RANK", "0")
+        found.append(reduce.devices_are_shared(identities[0]))
+        other.join()
+        return found
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert attempt(0, "GPU-1", "GPU-2") == [False, False]
+    assert attempt(1, "GPU-2", "GPU-2") == [True, True]

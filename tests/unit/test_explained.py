@@ -57,6 +57,31 @@ def test_what_is_not_foreseen_keeps_its_traceback(error):
     assert errors.explain(error) is None
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_ends_the_run(value):
+    with pytest.raises(errors.RunError, match=f"^epoch 1: the loss is {value}; try a lower --lr$"):
+        errors.require_finite(value, "epoch 1: the loss")
+    errors.require_finite(1e300, "epoch 1: the loss")
+
+
+LAUNCHED = """
+import ctypes
+from common import signals
+signals.end_with_launcher()
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+print(number.value)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_PDEATHSIG")
+@pytest.mark.parametrize(("variables", "said"), [({"TORCHELASTIC_RUN_ID": "none"}, "15\n"), ({}, "0\n")])
+def test_a_process_of_torchrun_ends_with_it(variables, said):
+    """The system sends it SIGTERM when its parent ends; a process without a launcher outlives its shell."""
+    found = subprocess.run([sys.executable, "-c", LAUNCHED], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, said), found.stderr
+
+
 IMPORT = """
 import asyncio, signal
 before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}

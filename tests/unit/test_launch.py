@@ -81,6 +81,14 @@ def test_a_task_of_slurm_gets_the_variables_of_torch(environment):
     assert launch.local_world_size() == 2
 
 
+def test_the_first_host_of_the_step_is_the_master(environment, tmp_path):
+    environment(TASK | {"PATH": str(tmp_path), "SLURM_TASK_PID": str(os.getpid())})
+    (tmp_path / "scontrol").write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames cook[1-2]' ] || exit 1\n"
+                                       "printf 'cook1\\ncook2\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    assert launch.launch_environment()["MASTER_ADDR"] == "cook1"
+
+
 def test_without_scontrol_the_error_names_the_remedy(environment, tmp_path):
     environment(TASK | {"PATH": str(tmp_path), "SLURM_TASK_PID": str(os.getpid())})
     wanted = r"^scontrol cannot name the first host of cook\[1-2\]; set MASTER_ADDR to its name$"

@@ -1,5 +1,6 @@
 """What the source must not contain."""
 import ast
+import re
 
 from conftest import ROOT
 
@@ -19,3 +20,12 @@ def test_nothing_is_loaded_that_could_run_code():
     assert [call[:2] for call in calls if call[1] != "np.load"] == [("checkpoint.py", "torch.load")]
     assert all(call[2].get("weights_only") == "True" for call in calls if call[1] == "torch.load")
     assert all(call[2].get("allow_pickle", "False") == "False" for call in calls if call[1] == "np.load")
+
+
+def test_the_signals_of_the_batch_files_are_those_that_train_elastic_takes():
+    """To the tasks before the time limit: with "B:" Slurm signals the batch shell alone. torchrun hands them on."""
+    noted = re.findall(r'"(SIG\w+)"', re.search(r"note_signals\((.*)\)", (ROOT / "train_elastic.py").read_text())[1])
+    [sent] = re.findall(r"^#SBATCH --signal=(.*)@\d+$", (ROOT / "launch/elastic.sbatch").read_text(), re.M)
+    assert f"SIG{sent}" in noted
+    [handled] = re.findall(r"--signals-to-handle=(\S+)", (ROOT / "launch/torchrun.sbatch").read_text())
+    assert set(noted) <= set(handled.split(","))

@@ -1,0 +1,59 @@
+"""What loader.py says of its speed and when it writes a preview, by a clock of one's own; loader_DALI.py has its lines.
+
+tests/test_loaders.py has what the loaders deliver.
+"""
+import sys
+from types import SimpleNamespace
+
+import loader
+import pytest
+import torch
+
+
+class Slow:
+    """Three batches of two pairs: the first takes 4 seconds, the others one each."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        for seconds in (4, 1, 1):
+            self.clock.now += seconds
+            yield torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that runs two epochs as the main process or another: how many previews it has written."""
+    clock, previews = SimpleNamespace(now=100.0), []
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(loader, "time", clock)
+    monkeypatch.setattr(loader, "build_loader", lambda args: Slow(clock))
+
+    def save_preview(path, images, targets):
+        previews.append(path)
+        clock.now += 2
+
+    def main(rank):
+        monkeypatch.setattr(loader.pairs, "save_preview", save_preview)
+        monkeypatch.setattr(loader.reduce, "get_rank", lambda: rank)
+        monkeypatch.setattr(sys, "argv", ["loader.py", "--device", "cpu", "--preview", "a.png", "--epochs", "2"])
+        loader.main(loader.parse_args())
+        return len(previews)
+
+    return main
+
+
+def test_time_is_waiting_or_work_and_the_first_wait_is_the_first(run, capsys):
+    """The only work here is to write the preview, once, which takes 2 seconds."""
+    assert run(0) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch   1/2  6 pairs  3 batches  8.00 s  1 pairs/s  first batch 4.000 s  waiting 75 % of the time",
+        "epoch   2/2  6 pairs  3 batches  6.00 s  1 pairs/s  first batch 4.000 s  waiting 100 % of the time"]
+
+
+def test_one_process_writes_the_preview(run, capsys):
+    assert run(1) == 0 and capsys.readouterr().out == ""

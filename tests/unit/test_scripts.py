@@ -1,0 +1,206 @@
+"""The training scripts in this process, on a handful of digits: what a launch, whose runs are whole ones, hides."""
+import contextlib
+import importlib
+import os
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, load
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_checkpoint import hold
+
+from common import checkpoint, datasets, errors, models
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a function from a script's name and arguments to its module and its parsed arguments.
+
+    The digits are 8 to train on and 4 to measure. A variant has its group, of one process, as after join_group().
+    """
+    digits = datasets._digits()
+    monkeypatch.setattr(datasets, "_digits", lambda: [(images[:count], labels[:count]) for (images, labels), count in
+                                                      zip(digits, (8, 4), strict=True)])
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_"))]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what join_group() sets is taken back
+        del os.environ[name]
+    threads = torch.get_num_threads()
+
+    def start(name, *arguments):
+        small = ["--device", "cpu", "--batch-size", "4", "--epochs", "1", "--workers", "0", "--output-dir"]
+        monkeypatch.setattr(sys, "argv", [name, *small, str(tmp_path), *map(str, arguments)])
+        module = importlib.import_module(name)
+        args = module.parse_args()
+        if hasattr(module, "join_group"):
+            module.join_group(args)
+        return module, args
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+class Fixed(torch.nn.Module):
+    """Gives each image, which is a number, the logits that this number names in `table`."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, images):
+        return self.table[images.flatten().long()]
+
+
+def test_what_is_measured_is_what_the_words_mean(script):
+    """The label of image n is n, and it has rank n among its logits: 1 in 8 is right, 5 in 8 are in the top five."""
+    module, _ = script("train")
+    table = torch.stack([torch.arange(8.0).neg()] * 8)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8), torch.arange(8)), 3)
+    loss, accuracy, accuracy_top5 = module.evaluate(Fixed(table), loader, lambda images: images, torch.device("cpu"))
+    assert (accuracy, accuracy_top5) == (1 / 8, 5 / 8)
+    assert loss == pytest.approx(-table.log_softmax(1).diagonal().mean().item())  # the last batch is a smaller one
+
+
+def test_a_model_that_has_become_useless_is_not_saved(script, tmp_path):
+    """The only loss of the epoch was that of the weights before it; the validation loss tells."""
+    module, args = script("train", "--lr", "1e38", "--batch-size", "8")
+    with pytest.raises(errors.RunError, match="epoch 1, step 1: the validation loss is (inf|nan)"):
+        module.main(args)
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_epochs_that_are_trained_again_replace_those_in_tensorboard(script, tmp_path):
+    module, args = script("train", "--epochs", "3", "--save-every", "1")
+    module.main(args)
+    args.resume = str(tmp_path / "epoch-001.pt")
+    module.main(args)
+    log = EventAccumulator(str(tmp_path))
+    log.Reload()
+    assert [event.step for event in log.Scalars("loss")] == [1, 2, 3]
+
+
+def test_each_checkpoint_knows_the_best_accuracy_its_own_included(script, tmp_path):
+    module, args = script("train", "--save-every", "1")
+    module.main(args)
+    for name in ("best.pt", "epoch-001.pt", "last.pt"):
+        content = load(tmp_path / name)
+        assert content["best_accuracy"] == content["accuracy"] >= 0
+
+
+def test_the_optimizer_has_the_settings_of_the_command(script, tmp_path):
+    module, args = script("train", "--lr", "0.2", "--momentum", "0.7", "--weight-decay", "0.3", "--lrf", "0.5")
+    module.main(args)
+    content = load(tmp_path / "last.pt")
+    assert [(group["initial_lr"], group["momentum"], group["weight_decay"])
+            for group in content["optimizer"]["param_groups"]] == [(0.2 * 4 / 128, 0.7, 0.3), (0.2 * 4 / 128, 0.7, 0)]
+    assert content["scheduler"]["_last_lr"] == pytest.approx([0.5 * 0.2 * 4 / 128] * 2)
+
+
+def test_a_folder_that_a_run_writes_to_can_be_measured(script, tmp_path, capsys):
+    torch.save(models.create_model("cnn", 10, (1, 28, 28)).state_dict(), tmp_path / "weights.pt")
+    module, args = script("train", "--evaluate", "--weights", tmp_path / "weights.pt")
+    holder = hold(tmp_path, f"{checkpoint.socket.gethostname()} 1\n")
+    module.main(args)
+    assert "top5" in capsys.readouterr().out
+    holder.communicate("")
+
+
+def test_the_group_has_the_timeout_of_the_command(script):
+    script("train_DDP", "--timeout", "77")
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=77)
+
+
+def test_mp_tells_each_process_its_place(script, monkeypatch):
+    """Of two hosts with three processes each: the second host's last one."""
+    module, args = script("train_mp", "--nprocs", "3", "--nnodes", "2", "--node-rank", "1", "--ip", "head", "--port",
+                          "29400")
+    dist.destroy_process_group()
+    told = {}
+    monkeypatch.setattr(module, "join_group", lambda _: told.update(os.environ))
+    monkeypatch.setattr(module, "main", lambda _: None)
+    monkeypatch.setattr(module.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(module.errors, "report_errors", contextlib.nullcontext)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "")
+    module.worker(2, args)
+    wanted = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "head",
+              "MASTER_PORT": "29400", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert {name: told[name] for name in wanted} == wanted
+
+
+def test_gradients_are_clipped_before_the_step(script, tmp_path):
+    module, args = script("train_amp", "--clip-norm", "1e-9", "--weight-decay", "0", "--seed", "5")
+    module.main(args)
+    torch.manual_seed(5)
+    start, end = models.create_model("cnn", 10, (1, 28, 28)).state_dict(), load(tmp_path / "last.pt")["model"]
+    assert max((start[name] - end[name]).abs().max() for name in start) < 1e-9
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_forward_pass_alone_has_the_precision_asked_for(script, precision, dtype):
+    module, args = script("train_amp", "--precision", precision)
+    seen = set()
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda part, inputs, output: seen.add((part.training, output.dtype)) if isinstance(
+            part, (torch.nn.Conv2d, torch.nn.Linear)) else None)
+    module.main(args)
+    hook.remove()
+    assert seen == {(True, dtype), (False, torch.float32)}
+
+
+def events(module, args, name):
+    """Return how often the profiler of torch saw `name` in a run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        module.main(args)
+    return sum(event.name == name for event in profile.events())
+
+
+def test_micro_batches_send_no_more_than_a_whole_batch(script):
+    module, args = script("train_grad_accum", "--accum-steps", "1")
+    whole = events(module, args, "gloo:all_reduce")
+    args.accum_steps = 4
+    assert events(module, args, "gloo:all_reduce") == whole > 2
+
+
+def test_a_process_cannot_have_more_micro_batches_than_samples(script, monkeypatch):
+    """Of a batch of four two processes have two samples each: a third micro-batch would be empty, and its loss nan."""
+    module, args = script("train_grad_accum", "--accum-steps", "3")
+    monkeypatch.setattr(module.reduce, "exact_share", lambda batch_size, world_size: batch_size // 2)
+    with pytest.raises(errors.UsageError, match="--accum-steps 3: only 2 samples a process"):
+        module.main(args)
+
+
+def test_data_parallel_trains_through_its_wrapper(script, monkeypatch):
+    """Its module is called either way: on one device, or on none, the weights would be the same."""
+    module, args = script("train_DP")
+    monkeypatch.setattr(module.devices, "device_ids", lambda device: [0])  # without a device it calls the module
+    assert events(module, args, "DataParallel.forward") == 2
+
+
+def test_no_snapshot_is_written_of_weights_that_are_not_finite(script, tmp_path, monkeypatch):
+    """The loss of the step before is finite still."""
+    module, args = script("train_elastic", "--lr", "1e38", "--snapshot-every", "1")
+    monkeypatch.setattr(module.signals, "note_signals", lambda *names: threading.Event())
+    with pytest.raises(errors.RunError, match="epoch 1, step 1: the norm of the weights is (inf|nan)"):
+        module.main(args)
+    assert not (tmp_path / "last.pt").exists()
+
+
+def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
+    """Each worker has a folder of its own, so that a relative path would be another one."""
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    monkeypatch.chdir(tmp_path)
+    names = ("data_path", "output_dir", "weights", "resume")
+    options = [part for name in names for part in ("--" + name.replace("_", "-"), f"{name}.pt")]
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--num-workers", "2", "--", *options])
+    _, args = importlib.import_module("ray_train").parse_args()
+    assert [getattr(args, name) for name in names] == [str(tmp_path / f"{name}.pt") for name in names]
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--", "--resume", "auto"])
+    assert importlib.import_module("ray_train").parse_args()[1].resume == "auto"
