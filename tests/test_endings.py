@@ -2,11 +2,12 @@
 import os
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
-from conftest import PYTHON, ROOT, TORCHRUN, copy_out, epochs, good, run
-from live import Live, ours
+from conftest import PYTHON, ROOT, TORCHRUN, copy_out, descendants, epochs, good, run
+from live import Live, alive, ours
 
 SECONDS = 15  # from the cause to the end of all processes
 MISTAKE = '''
@@ -73,6 +74,49 @@ def test_ctrl_c_does_not_wait_for_the_others(tmp_path):
         start = time.monotonic()
         assert live.end(SECONDS) == 1
         assert time.monotonic() - start < SECONDS
+
+
+LOADING = """
+import multiprocessing, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch.utils.data import DataLoader
+from common.datasets import loader_options
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        return index
+
+if __name__ == "__main__":
+    options = loader_options(2, torch.device("cpu"), Slow()) | {"multiprocessing_context": sys.argv[2]}
+    for batch in DataLoader(Slow(), 1, **options):
+        print("reading", flush=True)
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", *(pytest.param(name, marks=pytest.mark.drill)
+                                                    for name in ("fork", "spawn"))])
+def test_a_loaders_workers_end_with_a_killed_process(tmp_path, method):
+    """Also under forkserver, Python 3.14's default on Linux, where their parent is the server."""
+    (tmp_path / "loading.py").write_text(LOADING)
+    process = subprocess.Popen([PYTHON, tmp_path / "loading.py", ROOT, method], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "reading\n"
+    family = descendants(process.pid)
+    assert len(family) >= 3
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 30
+    while any(map(alive, family)) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = [pid for pid in family if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 SHARED = """

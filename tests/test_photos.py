@@ -33,6 +33,7 @@ def trained(photos, tmp_path_factory):
     return Trained()
 
 
+@pytest.mark.drill
 def test_with_augmentation_and_frozen_batchnorm_two_processes_train_the_same_model(trained):
     """BatchNorm in training mode cannot: it sees a process's own part of the batch (or, with --sync-bn, all of it)."""
     one, two = trained["frozen 1"][0], trained["frozen 2"][0]

@@ -393,6 +393,7 @@ def test_bf16_on_two_processes_is_the_baseline_but_for_its_digits(few_digits, bf
     assert 2e-5 < distance(folder / "last.pt", bf16[0] / "last.pt") < 1e-2
 
 
+@pytest.mark.drill
 def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
     fp16 = [PYTHON, "train_amp.py", "--precision", "fp16", "--clip-norm", "100"]
     folder, whole = few_digits(*fp16, output="fp16")
