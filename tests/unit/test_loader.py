@@ -5,9 +5,10 @@ tests/test_loaders.py has what the loaders deliver.
 import sys
 from types import SimpleNamespace
 
-import loader
 import pytest
 import torch
+
+import loader
 
 
 class Slow:
