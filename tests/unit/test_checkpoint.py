@@ -1,9 +1,12 @@
 """Checkpoints and the output folder: what a resumed run takes from its command, and file systems that cannot lock."""
 import errno
+import os
+import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -165,7 +168,18 @@ def test_processes_that_found_different_checkpoints_do_not_start(tmp_path, monke
 def test_the_lock_names_its_holder_alone(tmp_path):
     (tmp_path / ".lock").write_text("elsewhere 4711, which has ended\n")
     checkpoint.make_folder(tmp_path)
-    assert (tmp_path / ".lock").read_text() == f"{checkpoint.socket.gethostname()} {checkpoint.os.getpid()}\n"
+    host, process, kernel = (tmp_path / ".lock").read_text().splitlines()[0].split()
+    assert (host, int(process), kernel) == (socket.gethostname(), os.getpid(), checkpoint._kernel())
+
+
+def test_a_lock_of_this_machine_is_not_waited_for(tmp_path):
+    """It is held by a process that lives, whatever the machine is called; a pod keeps its name when it is restarted."""
+    holder = hold(tmp_path, f"elsewhere 4711 {checkpoint._kernel()}\n")
+    start = time.monotonic()
+    with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: another run .*elsewhere 4711"):
+        checkpoint.make_folder(tmp_path)
+    assert time.monotonic() - start < checkpoint.LOCK_SECONDS / 2
+    holder.communicate("")
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
