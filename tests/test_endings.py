@@ -24,6 +24,7 @@ def around(folder, script, *arguments):
             "--output-dir", folder / "out"]
 
 
+@pytest.mark.drill
 def test_a_good_run_destroys_the_group(tmp_path):
     good(run(*around(tmp_path, "train_DDP.py", "--epochs", "1", "--batch-size", "718")))
     assert {path.name for path in (tmp_path / "left").iterdir()} == {"0", "1"}

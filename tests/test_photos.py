@@ -14,12 +14,13 @@ RESNET = ["--dataset", "folder", "--model", "resnet18", "--batch-size", "24", "-
 def trained(photos, tmp_path_factory):
     """Train ResNet-18 on the photos, frozen (one process; two) and whole (two processes): name to (folder, result).
 
-    Each when a test first asks for it. The frozen ones are in float64, where they can be compared.
+    Each when a test first asks for it. The exact ones are in float64, where they can be compared.
     """
     folder = tmp_path_factory.mktemp("trained")
     two = [*TORCHRUN, "--nproc-per-node=2", "train_DDP.py"]
     commands = {
-        "frozen 1": [PYTHON, "train.py", "--freeze-layers", "--workers", "0"],
+        "exact 1": [PYTHON, "train.py", "--freeze-layers", "--workers", "0"],
+        "exact 2": [*two, "--freeze-layers", "--workers", "2"],
         "frozen 2": [*two, "--freeze-layers", "--workers", "2"],
         "whole 2": [*two, "--workers", "0"],
     }
@@ -27,7 +28,7 @@ def trained(photos, tmp_path_factory):
     class Trained(dict):
         def __missing__(self, name):
             result = good(run(*commands[name], *RESNET, "--data-path", photos, "--output-dir", folder / name,
-                              env=FLOAT64 if "frozen" in name else {}))
+                              env=FLOAT64 if "exact" in name else {}))
             return self.setdefault(name, (folder / name, result))
 
     return Trained()
@@ -36,7 +37,7 @@ def trained(photos, tmp_path_factory):
 @pytest.mark.drill
 def test_with_augmentation_and_frozen_batchnorm_two_processes_train_the_same_model(trained):
     """BatchNorm in training mode cannot: it sees a process's own part of the batch (or, with --sync-bn, all of it)."""
-    one, two = trained["frozen 1"][0], trained["frozen 2"][0]
+    one, two = trained["exact 1"][0], trained["exact 2"][0]
     assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
     assert distance(one / "last.pt", two / "last.pt") < 1e-11
 
@@ -86,7 +87,7 @@ def test_workers_start_by_spawn_as_on_macos_and_windows(trained, photos, tmp_pat
     float64 = Path(FLOAT64["PYTHONPATH"], "sitecustomize.py").read_text()
     (tmp_path / "sitecustomize.py").write_text(f"{float64}\nimport multiprocessing\n"
                                                "multiprocessing.set_start_method('spawn')\n")
-    folder = trained["frozen 1"][0]
+    folder = trained["exact 1"][0]
     result = good(run(PYTHON, "-c", "import multiprocessing; print(multiprocessing.get_start_method())",
                       env={"PYTHONPATH": str(tmp_path)}))
     assert result.out.strip() == "spawn"
