@@ -64,6 +64,7 @@ def test_a_mistake_of_ones_own_keeps_its_traceback(tmp_path, workers):
     assert "out of memory" not in said and len(epochs("\n".join(live.out))) == 1
 
 
+@pytest.mark.drill
 def test_ctrl_c_does_not_wait_for_the_others(tmp_path):
     """One process alone is interrupted, in the middle of training."""
     with Live(*around(tmp_path, "train_DDP.py", "--epochs", "1000")) as live:

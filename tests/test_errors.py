@@ -62,7 +62,10 @@ MISTAKES = {
     "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "not loaded"],
     "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "not loaded"],
 }
-RARER = {"train.py --lr nan", "train.py --lrf 1.5", "train.py --epoch 3", "train.py --batch-size 12.5",
+RARER = {"train.py --device warp", "train_grad_accum.py --accum-steps 0", "train.py --output-dir {tmp}/file",
+         "train_grad_accum.py --accum-steps 65", "train.py --dataset folder --data-path {tmp}/hollow",
+         "train.py --resume {tmp}/shapes.pt", "train.py --weights {tmp}/zipped-code.pt", "train.py --epochs -1",
+         "train.py --lr nan", "train.py --lrf 1.5", "train.py --epoch 3", "train.py --batch-size 12.5",
          "train.py --evaluate --resume auto", "train.py --resume {tmp}/void.pt", "train.py --resume {tmp}/newer.pt",
          "train.py --weights {tmp}/text.pt", "train.py --dataset cifar10 --data-path {tmp}/file",
          "train_mp.py --nnodes 2 --ip 127.0.0.1", "train_mp.py --port 70000", "train.py --batch-size 1439",

@@ -28,10 +28,11 @@ def test_trains_bit_for_bit_as_on_the_cpu(whole):
     assert same(on_cpu, on_device)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("start, command", [
     ("cpu", SIMULATED),
-    pytest.param("npy", SIMULATED, marks=pytest.mark.drill),
-    pytest.param("npy", [PYTHON], marks=pytest.mark.drill),
+    ("npy", SIMULATED),
+    ("npy", [PYTHON]),
 ], ids=["on the device from the CPU's", "on the device from its own", "on the CPU from the device's"])
 def test_resumes_across_devices(whole, tmp_path, start, command):
     folder = whole[start == "npy"]
@@ -54,15 +55,15 @@ def test_a_checkpoint_of_the_device_names_it(whole):
         torch.load(whole[1] / "last.pt", weights_only=True)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("start, script, options", [
     (TWO, "train_DDP.py", []),
-    *(pytest.param(*case, marks=pytest.mark.drill) for case in [
-        (TWO, "train_grad_accum.py", ["--accum-steps", "5"]),
-        (TWO, "train_elastic.py", ["--snapshot-every", "5"]),
-        (SIMULATED, "train_mp.py", ["--nprocs", "2"]),
-        (SIMULATED, "train_DP.py", []),
-        (TWO, "train_amp.py", ["--clip-norm", "1"]),
-        (SIMULATED, "train_amp.py", ["--precision", "fp16", "--freeze-layers", "--epochs", "1"])]),
+    (TWO, "train_grad_accum.py", ["--accum-steps", "5"]),
+    (TWO, "train_elastic.py", ["--snapshot-every", "5"]),
+    (SIMULATED, "train_mp.py", ["--nprocs", "2"]),
+    (SIMULATED, "train_DP.py", []),
+    (TWO, "train_amp.py", ["--clip-norm", "1"]),
+    (SIMULATED, "train_amp.py", ["--precision", "fp16", "--freeze-layers", "--epochs", "1"]),
 ], ids=["DDP", "grad_accum", "elastic", "mp", "DP", "bf16", "fp16"])
 def test_variants_train_the_same_model(whole, tmp_path, start, script, options):
     """As train.py does on the CPU; in mixed precision as the same script does there."""

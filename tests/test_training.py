@@ -245,6 +245,7 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, name):
     assert not (tmp_path / "epoch-008.pt").exists()  # the eighth epoch was not repeated
 
 
+@pytest.mark.drill
 def test_the_command_line_wins_on_resume(runs, tmp_path):
     """The headline's rate is the one that trains: one line says what differs from the checkpoint's."""
     from common.models import cosine
@@ -270,7 +271,7 @@ def test_data_parallel_ends_the_baselines_run(runs, tmp_path):
 
 RING = {"train.py": "DDP2", "train_DP.py": "bf16", "train_DDP.py": "train", "train_mp.py": "accum 2x5",
         "train_amp.py": "DP", "train_grad_accum.py": "mp2", "train_elastic.py": "DDP2"}
-RING_DRILLS = {"train_DP.py"}  # bf16 is slow on most CPUs
+RING_DRILLS = RING.keys() - {"train_DDP.py", "train_mp.py"}
 
 
 @pytest.fixture(scope="module")
@@ -364,6 +365,7 @@ def test_a_save_that_breaks_off_spares_what_was_saved(runs, tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.drill
 def test_best_is_the_first_of_the_highest_and_stays_when_accuracy_falls(runs, tmp_path):
     import torch
 
