@@ -21,7 +21,8 @@ PATIENCE = 10  # seconds in which the launcher ends a process that only noticed 
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
 # what gloo, the store and NCCL say of a peer that has gone
 LATE = re.compile(r"timed? ?out", re.I)
-PEER_LOST = re.compile(rf"{LATE.pattern}|connection (was )?(closed|reset|refused)|broken pipe|ncclRemoteError", re.I)
+PEER_LOST = re.compile(rf"{LATE.pattern}|connection (was )?(closed|reset|refused)|broken pipe|unreachable|"
+                       "no route to host|ncclRemoteError", re.I)
 
 
 class UsageError(Exception):
