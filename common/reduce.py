@@ -56,27 +56,33 @@ def exact_share(batch_size, world_size):
 def choose_backend(name, device):
     """Return the name of a communication backend: `name`, or if None the device's own (nccl on CUDA, gloo on a CPU).
 
-    Where two processes share a device it is gloo, and the main process says so: NCCL refuses a second rank on a GPU
-    ("Duplicate GPU detected", in src/init.cc of github.com/NVIDIA/nccl). Raises UsageError for a backend that this
-    build of torch lacks, or that does not work on the device.
+    It is gloo, and the main process says so, where torch lacks that backend and where two processes share a device:
+    NCCL refuses a second rank on a GPU ("Duplicate GPU detected", in src/init.cc of github.com/NVIDIA/nccl). Raises
+    UsageError for a backend that this build of torch lacks, or that does not work on the device.
     """
     device = torch.device(device)
-    takes = dist.Backend.backend_capability  # the types of device whose tensors a backend sends
     default = dist.get_default_backend_for_device(device)
+    backend = pick_backend(name, device.type, default, dist.is_backend_available, dist.Backend.backend_capability,
+                           shared=lambda: devices_are_shared(devices.identify(device)))
+    if name is None and backend != default and os.environ["RANK"] == "0":
+        print(f"gloo connects the processes on {device}: {default} is not in this build of torch, or they share it")
+    return backend
+
+
+def pick_backend(name, device_type, default, is_available, takes, shared):
+    """Return the backend for --backend `name` on a `device_type` whose own backend is `default`; see choose_backend.
+
+    `is_available(name)` says whether torch has a backend, `takes[name]` lists the types of device whose tensors it
+    sends, and `shared()`, asked only where gloo could help, whether two processes share a device.
+    """
     if name is None:
-        if default == "gloo" or device.type not in takes["gloo"]:
+        if default == "gloo" or device_type not in takes["gloo"]:
             return default
-        if not dist.is_backend_available(default):  # Windows has no NCCL
-            return "gloo"
-        if not devices_are_shared(devices.identify(device)):
-            return default
-        if os.environ["RANK"] == "0":
-            print(f"several processes on {device}: gloo connects them, since {default} takes one process for a device")
-        return "gloo"
-    if not dist.is_backend_available(name):
-        raise UsageError(f"--backend {name}: not in this build of torch; {device.type} takes {default}")
-    if device.type not in takes.get(name, [device.type]):
-        raise UsageError(f"--backend {name}: does not work on {device.type}; it takes {default}")
+        return "gloo" if not is_available(default) or shared() else default  # Windows has no NCCL
+    if not is_available(name):
+        raise UsageError(f"--backend {name}: not in this build of torch; {device_type} takes {default}")
+    if device_type not in takes.get(name, [device_type]):
+        raise UsageError(f"--backend {name}: does not work on {device_type}; it takes {default}")
     return name
 
 

@@ -29,7 +29,7 @@ def test_two_processes_on_one_gpu_train_the_baselines_model(tmp_path):
 def test_readmes_first_command_works_on_one_gpu(tmp_path):
     """Two processes share it: NCCL refuses that, so gloo connects them, and one line says so."""
     result = good(run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path, env=ONE_GPU))
-    assert result.out.count("several processes on cuda:0: gloo connects them") == 1
+    assert result.out.count("gloo connects the processes on cuda:0") == 1
     assert epochs(result.out)[-1]["accuracy"] > 0.97
 
 

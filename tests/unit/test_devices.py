@@ -146,3 +146,36 @@ def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
         monkeypatch.setenv(name, value)
     assert attempt(0, "GPU-1", "GPU-2") == [False, False]
     assert attempt(1, "GPU-2", "GPU-2") == [True, True]
+
+
+def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=False):
+    """Return the choice of a backend, with torch's own table of the devices that each serves."""
+    import torch.distributed as dist
+
+    from common import reduce
+
+    return reduce.pick_backend(name, device_type, default, available.__contains__, dist.Backend.backend_capability,
+                               lambda: shared)
+
+
+@pytest.mark.parametrize(("options", "backend"), [
+    ({"device_type": "cpu", "default": "gloo"}, "gloo"),
+    ({"device_type": "cuda", "default": "nccl"}, "nccl"),
+    ({"device_type": "cuda", "default": "nccl", "shared": True}, "gloo"),  # a laptop with one GPU
+    ({"device_type": "cuda", "default": "nccl", "available": ("gloo",)}, "gloo"),  # Windows
+    ({"device_type": "xpu", "default": "xccl", "shared": True}, "xccl"),  # whose tensors gloo does not send
+    ({"name": "nccl", "device_type": "cuda", "default": "nccl", "shared": True}, "nccl"),  # as asked for
+    ({"name": "gloo", "device_type": "cuda", "default": "nccl"}, "gloo"),
+])
+def test_the_backend_follows_from_the_device_the_build_and_sharing(options, backend):
+    assert pick(**{"name": None} | options) == backend
+
+
+@pytest.mark.parametrize(("name", "device_type", "available", "said"), [
+    ("nccl", "cpu", ("nccl", "gloo"), "does not work on cpu; it takes gloo"),
+    ("nccl", "cpu", ("gloo",), "not in this build"),
+    ("smoke", "cpu", ("gloo",), "not in this build"),
+])
+def test_a_backend_that_cannot_work_is_refused(name, device_type, available, said):
+    with pytest.raises(UsageError, match=f"--backend {name}: {said}"):
+        pick(name, device_type, "gloo", available)
