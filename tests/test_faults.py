@@ -168,10 +168,10 @@ def test_five_runs_at_the_same_time(tmp_path, photos):
 @DRILL
 @pytest.mark.parametrize("script", ["train_elastic.py"])
 def test_nothing_is_lost_to_kills(script):
-    """A handful of kill -9, at moments that differ from day to day; `python tests/chaos.py --kills 50` has more."""
+    """A handful of kill -9, at moments that differ from day to day; tools/random_kills.py has more."""
     import datetime
 
-    import chaos
+    import random_kills
 
-    done, _ = chaos.disturb(script, 1, datetime.date.today().isoformat())
+    done, _ = random_kills.disturb(script, 1, datetime.date.today().isoformat())
     assert done.total() == 1

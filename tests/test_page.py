@@ -9,18 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+import build_page
+import figures
 import markers
 import pytest
-
-pytest.importorskip("pygments", reason="no Pygments: pip install -r requirements-dev.txt")
+import texts
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGE = DOCS / "index.html"
 
-import build  # noqa: E402
-import figures  # noqa: E402
-import texts  # noqa: E402
 
 SCRIPTS = [path.name for path in markers.scripts()]
 CHILDREN = [path for path in markers.scripts() if markers.parent_of(path)]
@@ -30,13 +28,13 @@ CHILDREN = [path for path in markers.scripts() if markers.parent_of(path)]
 
 
 def test_the_page_is_fresh_and_small():
-    assert PAGE.read_text() == build.build(), "run python docs/build.py (Pygments:  requirements-dev.txt)"
+    assert PAGE.read_text() == build_page.build(), "run python tools/build_page.py (Pygments:  requirements-dev.txt)"
     assert PAGE.stat().st_size < 1_000_000
 
 
 def test_the_pictures_are_fresh():
     drawn = {path.stem: path.read_text() for path in (DOCS / "figures").glob("*.svg")}
-    assert drawn == figures.drawings(), "run python docs/figures.py"
+    assert drawn == figures.drawings(), "run python tools/figures.py"
 
 
 def test_the_page_loads_nothing():
@@ -47,7 +45,7 @@ def test_the_page_loads_nothing():
 
 
 def test_every_script_says_when_to_use_it():
-    uses = build.read_uses(ROOT / "README.md")
+    uses = build_page.read_uses(ROOT / "README.md")
     assert sorted(uses) == sorted(SCRIPTS)
     page = PAGE.read_text()
     assert all(f"<dd>{texts.inline(text)}</dd>" in page for pair in uses.values() for text in pair)
@@ -93,7 +91,7 @@ def test_what_how_it_works_says_can_be_seen():
     text = (DOCS / "how-it-works.md").read_text()
     commands = re.findall(r"```console\n(.*?)\n```", text)
     assert len(commands) == text.count("\n## ") == text.count("![")
-    shown = subprocess.run([sys.executable, "docs/see.py"], cwd=ROOT, capture_output=True, text=True,
+    shown = subprocess.run([sys.executable, "docs/examples/see.py"], cwd=ROOT, capture_output=True, text=True,
                            timeout=180)
     assert shown.returncode == 0, shown.stderr[-2000:]
     ideas = [command.split()[-1] for command in commands if "see.py" in command]
@@ -384,7 +382,7 @@ def test_notes_stand_beside_their_blocks(page):
         shown_parts |= set(script(browser, "[...document.querySelectorAll('#diff .in > p a')]"
                                            ".map(e => e.hash)"))
     assert len(shown_traps) > 20
-    assert shown_parts == {f"#{name}" for name, _, _ in build.read_parts(DOCS / "how-it-works.md")}
+    assert shown_parts == {f"#{name}" for name, _, _ in build_page.read_parts(DOCS / "how-it-works.md")}
 
 
 @pytest.mark.parametrize("old_browser", [False, True])

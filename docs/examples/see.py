@@ -1,7 +1,7 @@
 """See the ideas of how-it-works.md happen, each in some seconds, on a CPU.
 
-    python docs/see.py               # all of them
-    python docs/see.py ring          # one: traffic, ring, average, batchnorm, half, accumulate or shares
+    python docs/examples/see.py               # all of them
+    python docs/examples/see.py ring          # one: traffic, ring, average, batchnorm, half, accumulate or shares
 """
 import contextlib
 import sys

@@ -1,7 +1,7 @@
 """kill -9 of processes at random moments, and in the middle of saves: nothing that was saved is lost.
 
-    python tests/chaos.py --kills 50                       # some twenty minutes; writes tests/chaos.md
-    python tests/chaos.py --kills 5 --scripts train_mp.py --report -
+    python tools/random_kills.py --kills 50                       # some twenty minutes; writes docs/random-kills.md
+    python tools/random_kills.py --kills 5 --scripts train_mp.py --report -
 
 For each script an undisturbed run, then one that is killed again and again and started anew with --resume auto, until
 it is through. After every kill: all processes of the launch end by themselves, last.pt is whole, it is not older than
@@ -19,8 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # it runs the scripts as the tests do
 from conftest import PYTHON, TORCHRUN, load, same  # noqa: E402
 from live import Live  # noqa: E402
 
@@ -159,7 +158,7 @@ def main():
                      f"{by_moment['in a save']} | {launchers} | {runs} | 0 | yes | {time.monotonic() - begin:.0f} |")
         print(lines[-1], flush=True)
     if args.report != "-":
-        command = f"python tests/chaos.py --kills {args.kills} --seed {args.seed}"
+        command = f"python tools/random_kills.py --kills {args.kills} --seed {args.seed}"
         columns = ["script", "kills", "at start-up", "at any moment", "in a save", "of them the launcher",
                    "runs completed", "saved epochs or snapshots lost", "final files bit-equal", "seconds"]
         head = (f"# kill -9, at random\n\nWritten by `{command}` on {time.strftime('%Y-%m-%d')}; it stops at the first"

@@ -1,7 +1,7 @@
 """Build docs/index.html, the page that teaches the scripts by their differences, from scripts and texts.
 
-    python docs/build.py             # writes docs/index.html
-    python docs/build.py --check     # exit code 1 if it is not as it would be written
+    python tools/build_page.py             # writes docs/index.html
+    python tools/build_page.py --check     # exit code 1 if it is not as it would be written
 
 It needs Pygments and nothing else. A line that the texts name and that no script has stops the build.
 """
@@ -13,13 +13,13 @@ import re
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent
-ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS), str(ROOT / "tests")]
+import diffs
+import markers
+import texts
 
-import diffs  # noqa: E402
-import markers  # noqa: E402
-import texts  # noqa: E402
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+DOCS = ROOT / "docs"
 
 
 @dataclasses.dataclass
@@ -96,8 +96,8 @@ def build(root=ROOT):
 
     data, counts = _comparisons(scripts, traps, parts)
     fill = {
-        "css": (docs / "page.css").read_text(),
-        "js": (docs / "page.js").read_text(),
+        "css": (TOOLS / "page.css").read_text(),
+        "js": (TOOLS / "page.js").read_text(),
         "data": json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
         "tree": _tree(scripts, counts, uses, None),
         "options": "".join(f"<option>{name}</option>" for name in scripts),
@@ -106,7 +106,7 @@ def build(root=ROOT):
         "how": _prose(docs / "how-it-works.md", docs),
         "pitfalls": _prose(docs / "pitfalls.md", docs),
     }
-    page = (docs / "page.html").read_text()
+    page = (TOOLS / "page.html").read_text()
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], page)
 
 
@@ -237,10 +237,10 @@ def main():
     try:
         page = build()
     except (markers.BrokenRule, texts.TextError) as error:
-        sys.exit(f"build.py: error: {error}")
+        sys.exit(f"build_page.py: error: {error}")
     if "--check" in sys.argv[1:]:
         if not target.exists() or target.read_text() != page:
-            sys.exit("docs/index.html is not fresh: run python docs/build.py")
+            sys.exit("docs/index.html is not fresh: run python tools/build_page.py")
         return
     target.write_text(page)
     print(f"{target.name}: {len(page.encode()):,} bytes")

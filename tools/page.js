@@ -1,5 +1,5 @@
 "use strict"
-// Shows two scripts side by side. What belongs beside what was found out when the page was built: see docs/diffs.py.
+// Shows two scripts side by side. What belongs beside what was found out when the page was built: see tools/diffs.py.
 
 const CONTEXT = 3 // unchanged lines that stay in sight beside a change
 const byId = id => document.getElementById(id)

@@ -1,4 +1,4 @@
-"""Draw the pictures of how-it-works.md: `python docs/figures.py` writes docs/figures/*.svg.
+"""Draw the pictures of how-it-works.md: `python tools/figures.py` writes docs/figures/*.svg.
 
 Each can be read in a light and in a dark theme: as a file by the reader's system, on the page by its choice.
 """
@@ -7,7 +7,7 @@ import math
 import random
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent / "figures"
+FOLDER = Path(__file__).resolve().parent.parent / "docs/figures"
 THEMES = {
     "light": {"back": "#fdfdfb", "raised": "#f3f3ef", "line": "#8b9098", "text": "#1d2126",
               "soft": "#5c636c", "blue": "#2f6fb3", "orange": "#c2691a", "green": "#2e8547",

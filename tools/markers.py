@@ -1,6 +1,6 @@
 """How a script differs from its parent, and whether its `# new #` blocks say so: the rules of the marker.
 
-    python tests/markers.py          # every script: its parent, its changed lines, and what breaks a rule
+    python tools/markers.py          # every script: its parent, its changed lines, and what breaks a rule
 
 1. A marker is `# new #`, alone on its line or followed by one clause that says why.
 2. A block runs from its marker to the next blank line; a `def` or `class` that begins in it is covered whole.

@@ -1,10 +1,10 @@
 """Put every pitfall of docs/pitfalls.md back, one at a time, and see the test that it names go red.
 
-    python tests/mutate.py                # all of them (20 minutes on 2 cores), and the report
-    python tests/mutate.py D1 D2          # these alone, no report
+    python tools/mutate.py                # all of them (20 minutes on 2 cores), and the report
+    python tools/mutate.py D1 D2          # these alone, no report
 
 Each works on a copy of the repository, with the wrong lines in the place of the right ones, so that the working tree
-stays as it is. Writes tests/mutations.md. Exit code 1 if a test stayed green, or failed without the mistake.
+stays as it is. Writes docs/mutations.md. Exit code 1 if a test stayed green, or failed without the mistake.
 """
 import argparse
 import platform
@@ -15,12 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import texts
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-import texts  # noqa: E402
-
 SECONDS = 400  # a mistake that makes a run hang counts as seen: the tests end what hangs, this ends the tests
 VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit codes
 
@@ -68,18 +66,18 @@ def main():
 
 
 def report(rows):
-    """Write tests/mutations.md: what happened to every trap."""
+    """Write docs/mutations.md: what happened to every trap."""
     import torch
 
     red = sum(verdict == "red" for _, verdict, _, _ in rows)
     lines = ["# Every pitfall put back", "",
-             f"`python tests/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of "
+             f"`python tools/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of "
              f"{len(rows)} pitfalls {red} were seen by the test that docs/pitfalls.md names.", "",
              "| pitfall | in | test | result | seconds |", "|---|---|---|---|---:|"]
     for trap, verdict, _, seconds in rows:
         test = f"`{trap.test}`" if trap.test.startswith("tests/") else "-"
         lines.append(f"| {trap.name} {trap.title} | `{trap.file}` | {test} | {verdict} | {seconds:.0f} |")
-    (ROOT / "tests/mutations.md").write_text("\n".join(lines) + "\n")
+    (ROOT / "docs/mutations.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
