@@ -64,7 +64,7 @@ class PairDataset:
         paths, crop = self.pair_list[index], self.cuts.crop
         images = [pairs.decode(path) for path in paths]
 
-        # One draw for both images of the pair
+        # Both images of a pair share one random crop
         cut = self.cuts.choose(int(self.epoch), index, paths, [image.shape[1:] for image in images])
         images = [transforms.resize(image, cut.size, antialias=True) for image in images]
         pair = torch.stack([transforms.crop(image, cut.top, cut.left, crop, crop) for image in images])
@@ -100,7 +100,7 @@ class PairLoader:
             self.sampler.set_epoch(epoch)
         self.dataset.epoch.fill_(epoch)
         for batch in self.loader:
-            # Bytes came from the workers, a quarter of what floats take
+            # The workers send bytes: a quarter of the size of floats
             batch = batch.to(self.device, non_blocking=self.loader.pin_memory)
             images, targets = batch.sub(127.5).div_(127.5)
             yield images, targets
@@ -119,7 +119,7 @@ def build_loader(args):
     if cuts.train and args.batch_size > len(pair_list):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
 
-    # Each process reads its share; on "test" a DistributedSampler would repeat pairs to even the shares out
+    # Each process reads its share; for "test", DistributedSampler would pad with repeated pairs
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
     if cuts.train:
@@ -135,7 +135,7 @@ def main(args):
     for epoch in range(1, args.epochs + 1):
         count, waited, first_wait = 0, 0.0, 0.0
         start = asked = time.perf_counter()
-        bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=None if reduce.is_main_process() else True)
+        bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
         for images, targets in bar:
             if images.device.type != "cpu":
                 torch.accelerator.synchronize()
@@ -143,14 +143,14 @@ def main(args):
             waited += wait
             first_wait = first_wait or wait
 
-            # A training step would stand here
+            # Your training step goes here
             if args.preview and reduce.is_main_process() and epoch == 1 and not count:
                 pairs.save_preview(args.preview, images, targets)
 
             count += len(images)
             asked = time.perf_counter()
 
-        # All processes together: the sum waits for the slowest
+        # The sum over all processes waits for the slowest
         count = reduce.reduce_sum(torch.tensor(count, device=args.device)).item()
         seconds = time.perf_counter() - start
         if not reduce.is_main_process():
@@ -161,11 +161,11 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
+    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # Choose the device first: otherwise every process opens a context on device 0
+    # Set the device first: otherwise every process opens a context on device 0
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(None, args.device)
@@ -179,5 +179,5 @@ if __name__ == "__main__":
         join_group(args)
         main(args)
 
-        # Not after a failure: it would wait for other processes that may be waiting for this one
+        # Only after success: after a failure it could wait forever for its peers
         dist.destroy_process_group()

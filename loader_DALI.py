@@ -14,20 +14,20 @@ import time
 
 from common import cli, datasets, devices, errors, launch, pairs, reduce
 
-# new #
+# new # DALI
 import numpy as np
 
 import torch
 import torch.distributed as dist
 
-# new #
+# new # DALI
 from torch.utils.data import DistributedSampler
 
-# new # no torchvision.transforms: DALI resizes, crops and flips
+# new # DALI: no torchvision.transforms: DALI resizes, crops and flips
 
 from tqdm import tqdm
 
-# new # an extra, so it may be missing
+# new # DALI: an optional dependency
 try:
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
@@ -56,7 +56,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # DALI asks for the files of a batch by its number: any worker can answer, in any order
+# new # DALI: it asks for batches by number, so any worker can answer in any order
 class PairSource:
     """This process's share of the pairs, batch by batch: encoded files, and where in them the crop is.
 
@@ -89,23 +89,23 @@ class PairSource:
         files, sizes = zip(*map(pairs.read_encoded, paths), strict=True)
         cut = self.cuts.choose(epoch, index, paths, sizes)
 
-        # All as (y, x); the crop before the resize has fractions of pixels
+        # All as (y, x); before the resize, the crop has fractional pixels
         size, scale = np.array(sizes[0]), np.array(sizes[0]) / cut.size
         start = np.array([cut.top, cut.left]) * scale
         end = start + self.cuts.crop * scale
 
-        # Around the crop stand pixels that the resize and the decoder's upsampling of colours look at
+        # The resize and the decoder's color upsampling also read pixels around the crop
         margin = np.ceil(scale) + 16
         low = np.maximum(start - margin, 0).astype(np.int32)
         high = np.minimum(end + margin, size).astype(np.int32)
 
-        # A window that ends before it starts is flipped
+        # A window whose end precedes its start is flipped
         flips = [cut.vertical_flip, cut.horizontal_flip]
         start, end = np.where(flips, end, start) - low, np.where(flips, start, end) - low
         return *files, low, high, start.astype(np.float32), end.astype(np.float32)
 
 
-# new # three operators: decode a region, resize with crop and flips in one, normalise with change of layout
+# new # DALI: decode a region; resize, crop and flip in one; normalize and change the layout
 @pipeline_def
 def pair_pipeline(source, crop, on_gpu, workers):
     options = {"parallel": True, "prefetch_queue_depth": workers} if workers else {}
@@ -126,13 +126,13 @@ class PairLoader:
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
         self.sampler, self.device, self.epoch = sampler, device, 1
 
-        # new # an incomplete batch is left out of "train", and short in "test"
+        # new # DALI: "train" drops the incomplete last batch, "test" keeps it
         self.pair_list, self.cuts, self.batch_size, self.workers = pair_list, cuts, batch_size, workers or 0
         self.batches = (len(sampler) if cuts.train else len(sampler) + batch_size - 1) // batch_size
         self.upcoming = None
 
     def __len__(self):
-        # new #
+        # new # DALI
         return self.batches
 
     def set_epoch(self, epoch):
@@ -142,7 +142,7 @@ class PairLoader:
     def __iter__(self):
         epoch, self.epoch = self.epoch, self.epoch + 1
 
-        # new # DALI goes on to the next epoch by itself; for another, or after half an epoch, it starts anew
+        # new # DALI: it continues with the next epoch; for any other epoch it restarts
         if not self.batches:
             return
         step = 0
@@ -158,7 +158,7 @@ class PairLoader:
             self._blame(epoch, step)
             raise
 
-    # new #
+    # new # DALI
     def _start(self, epoch):
         self.source = PairSource(self.pair_list, self.cuts, self.sampler, self.batch_size, self.batches,
                                  epoch)
@@ -170,7 +170,7 @@ class PairLoader:
         self.iterator = DALIGenericIterator([pipeline], ["images", "targets"], auto_reset=True,
                                             last_batch_policy=LastBatchPolicy.PARTIAL)
 
-    # new # DALI does not name the file that it failed on: it is one of those that were read ahead
+    # new # DALI: it does not name the file that failed: search those that it read ahead
     def _blame(self, epoch, step):
         for number in range(step, step + self.workers + 4):
             turns, iteration = divmod(number, self.batches)
@@ -193,7 +193,7 @@ def build_loader(args):
     if cuts.train and args.batch_size > len(pair_list):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
 
-    # Each process reads its share; on "test" a DistributedSampler would repeat pairs to even the shares out
+    # Each process reads its share; for "test", DistributedSampler would pad with repeated pairs
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
     if cuts.train:
@@ -209,7 +209,7 @@ def main(args):
     for epoch in range(1, args.epochs + 1):
         count, waited, first_wait = 0, 0.0, 0.0
         start = asked = time.perf_counter()
-        bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=None if reduce.is_main_process() else True)
+        bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
         for images, targets in bar:
             if images.device.type != "cpu":
                 torch.accelerator.synchronize()
@@ -217,14 +217,14 @@ def main(args):
             waited += wait
             first_wait = first_wait or wait
 
-            # A training step would stand here
+            # Your training step goes here
             if args.preview and reduce.is_main_process() and epoch == 1 and not count:
                 pairs.save_preview(args.preview, images, targets)
 
             count += len(images)
             asked = time.perf_counter()
 
-        # All processes together: the sum waits for the slowest
+        # The sum over all processes waits for the slowest
         count = reduce.reduce_sum(torch.tensor(count, device=args.device)).item()
         seconds = time.perf_counter() - start
         if not reduce.is_main_process():
@@ -235,11 +235,11 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
+    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # Choose the device first: otherwise every process opens a context on device 0
+    # Set the device first: otherwise every process opens a context on device 0
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(None, args.device)
@@ -253,5 +253,5 @@ if __name__ == "__main__":
         join_group(args)
         main(args)
 
-        # Not after a failure: it would wait for other processes that may be waiting for this one
+        # Only after success: after a failure it could wait forever for its peers
         dist.destroy_process_group()

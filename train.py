@@ -79,11 +79,11 @@ def main(args):
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     if args.batch_size > len(train_set):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
-    batch_size = args.batch_size
+    local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = datasets.loader_options(args.workers, device, train_set)
-    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
-    val_loader = DataLoader(val_set, batch_size, **options)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+    val_loader = DataLoader(val_set, local_batch_size, **options)
     normalize = datasets.Normalize(train_set).to(device)
 
     # Model
@@ -94,7 +94,7 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # Optimizer: the learning rate grows with the batch
+    # Optimizer: the learning rate scales with the batch size
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
@@ -108,12 +108,12 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-    layout = f"1 process x 1 micro-batch x {batch_size}"
+    layout = f"1 process x 1 micro-batch x {local_batch_size}"
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
     writer = open_log(args, start_epoch, headline)
 
     for epoch in range(start_epoch, args.epochs + 1):
-        # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run repeats them
         train_set.set_epoch(epoch)
         sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch))
@@ -130,7 +130,7 @@ def main(args):
             optimizer.step()
             loss_sum += loss.detach()
 
-            # Reading the loss waits for the device, so do it only every --log-every steps
+            # Reading the loss waits for the device: do it only every --log-every steps
             if step % args.log_every and step < len(train_loader):
                 continue
             train_loss = loss_sum.item() / step
@@ -143,7 +143,7 @@ def main(args):
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
-        # Save: last.pt after the others, since it says that the epoch is done
+        # Save: last.pt comes last, because it marks the epoch as done
         values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
         if accuracy > best_accuracy:
             best_accuracy = accuracy

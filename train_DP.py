@@ -13,7 +13,7 @@ from common import checkpoint, cli, datasets, devices, errors, models
 import torch
 import torch.nn.functional as F
 
-# new #
+# new # DP
 from torch.nn import DataParallel
 
 from torch.utils.data import DataLoader, RandomSampler
@@ -82,11 +82,11 @@ def main(args):
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     if args.batch_size > len(train_set):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
-    batch_size = args.batch_size
+    local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = datasets.loader_options(args.workers, device, train_set)
-    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
-    val_loader = DataLoader(val_set, batch_size, **options)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+    val_loader = DataLoader(val_set, local_batch_size, **options)
     normalize = datasets.Normalize(train_set).to(device)
 
     # Model
@@ -97,14 +97,14 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # Optimizer: the learning rate grows with the batch
+    # Optimizer: the learning rate scales with the batch size
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
 
-    # new # its forward splits the batch and copies the model to every device; a CPU has none
+    # new # DP: its forward splits the batch and copies the model to each device (a CPU has none)
     device_ids = devices.device_ids(device)
     parallel_model = DataParallel(model, device_ids) if device_ids else model
 
@@ -115,14 +115,14 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-    # new #
-    layout = f"1 process x 1 micro-batch x {batch_size} over {len(device_ids) or 1} device(s)"
+    # new # DP
+    layout = f"1 process x 1 micro-batch x {local_batch_size} over {len(device_ids) or 1} device(s)"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
     writer = open_log(args, start_epoch, headline)
 
     for epoch in range(start_epoch, args.epochs + 1):
-        # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run repeats them
         train_set.set_epoch(epoch)
         sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch))
@@ -135,14 +135,14 @@ def main(args):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # new #
+            # new # DP
             loss = F.cross_entropy(parallel_model(normalize(images)), labels)
 
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach()
 
-            # Reading the loss waits for the device, so do it only every --log-every steps
+            # Reading the loss waits for the device: do it only every --log-every steps
             if step % args.log_every and step < len(train_loader):
                 continue
             train_loss = loss_sum.item() / step
@@ -155,7 +155,7 @@ def main(args):
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
-        # Save: last.pt after the others, since it says that the epoch is done
+        # Save: last.pt comes last, because it marks the epoch as done
         values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
         if accuracy > best_accuracy:
             best_accuracy = accuracy

@@ -13,21 +13,24 @@ Parent: train_DDP.py
 import atexit
 import time
 
+# new # DDP
 import os
 from datetime import timedelta
 
-# new #
+# new # elastic
 import sys
 from itertools import islice
 
+# new # DDP
 from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
 
-# new #
+# new # elastic
 from common import signals
 
 import torch
 import torch.nn.functional as F
 
+# new # DDP
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -59,19 +62,20 @@ def parse_args():
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth epoch; 0: none")
 
+    # new # DDP
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes' samples (GPU)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: by device, nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for a process")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
 
-    # new #
+    # new # elastic
     parser.add_argument("--snapshot-every", type=cli.positive_int, default=100, help="steps per snapshot")
 
     return parser.parse_args()
 
 
-# new # begins within an epoch; the order of its samples is that of the whole epoch
+# new # elastic: starts within an epoch and keeps the order of the whole epoch
 class ResumableSampler(DistributedSampler):
     first = 0
 
@@ -92,7 +96,7 @@ def evaluate(model, loader, normalize, device):
         sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
         sums[3] += len(labels)
 
-    # sums over all processes are exact; a mean of the processes' means is not
+    # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
 
     loss, correct, correct_top5, count = sums.tolist()
@@ -114,7 +118,7 @@ def main(args):
     device = devices.select_device(args.device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # new # a signal is only noted; the training loop ends when all processes know of it
+    # new # elastic: a signal sets a flag; the loop stops when all processes know
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
     snapshots = checkpoint.BackgroundWriter()
 
@@ -123,31 +127,31 @@ def main(args):
     if args.batch_size > len(train_set):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
 
-    # each process reads its share of every batch, in train.py's order
+    # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch_size = reduce.exact_share(args.batch_size, world_size)
+    local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
-    # new #
+    # new # elastic
     sampler = ResumableSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
     options = datasets.loader_options(args.workers, device, train_set)
 
-    # new # a scheduler's signal reaches the loader's workers too: they leave it to this process
+    # new # elastic: loader workers ignore the scheduler's signals; this process handles them
     options["worker_init_fn"] = signals.shield_worker
 
-    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
 
-    # and its share of the validation set; a DistributedSampler would repeat samples to even them out
-    val_loader = DataLoader(val_set, batch_size, sampler=range(rank, len(val_set), world_size), **options)
+    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
+    val_shard = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # Model
     model = models.create_model(args.model, train_set.num_classes, train_set.image_shape)
 
-    # before the optimizer takes the parameters, and before layers are frozen
-    if args.sync_bn:
-        model = models.sync_batchnorm(model, device)
+    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
         models.load_weights(model, args.weights)
@@ -155,69 +159,71 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # Optimizer: the learning rate grows with the batch
+    # Optimizer: the learning rate scales with the batch size
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    # new # how far the first epoch had come, if the checkpoint is a snapshot within one
+    # new # elastic: the position within the epoch, if the checkpoint is a snapshot
     order = f"--batch-size {args.batch_size} --seed {args.seed}"
     progress = {"step": 0, "train_loss": 0.0, "order": order}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state, progress)
     if progress["order"] != order:
         raise errors.UsageError(f"--resume: {progress['order']} began this epoch and ends it, not {order}")
 
-    # sends rank 0's weights to all processes here, and averages their gradients in each backward()
-    # --deterministic: a DDP that looks for unused parameters does not regroup its sums after the first step
+    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # --deterministic: when DDP looks for unused parameters, it keeps its buckets after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
     if args.evaluate:
-        # new # what a snapshot holds in its first epoch is loaded, too
+        # new # elastic: a snapshot within the first epoch also counts as loaded
         if not args.weights and start_epoch == 1 and not progress["step"]:
 
             raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
 
+        # new # DDP
         if not reduce.is_main_process():
             return
 
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-    layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
+    # new # DDP
+    layout = f"{world_size} process(es) x 1 micro-batch x {local_batch_size}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # one process writes
+    # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):
-        # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run repeats them
         train_set.set_epoch(epoch)
 
-        # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
-        # new # what was done of this epoch before is skipped without being read
+        # new # elastic: skip the finished steps of this epoch without reading their samples
         first_step, progress["step"] = progress["step"], 0
         step, train_loss = first_step, progress["train_loss"]
-        sampler.first = first_step * batch_size
+        sampler.first = first_step * local_batch_size
 
         model.train()
 
-        # new #
+        # new # elastic
         loss_sum = torch.full((), train_loss * first_step, device=device)
 
         start = time.perf_counter()
 
-        # one process shows a bar
-        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
+        # new # DDP: only one process shows a bar
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
-        # new # steps count from the epoch's beginning; dropout follows from the step
+        # new # elastic: steps count from the start of the epoch; dropout depends on the step
         bar.update(first_step)
         for step, batch in enumerate(bar, first_step + 1):
             torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
@@ -225,21 +231,21 @@ def main(args):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # through DDP: its forward prepares what its backward sends
+            # new # DDP: call the wrapper: its forward prepares the gradient reduction
             loss = F.cross_entropy(parallel_model(normalize(images)), labels)
 
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach()
 
-            # Reading the loss waits for the device, so do it only every --log-every steps
+            # Reading the loss waits for the device: do it only every --log-every steps
 
-            # new # and where a snapshot is due
+            # new # elastic: or when a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
 
                 continue
 
-            # new # the same numbers on all processes: a signal that one of them got travels with the loss
+            # new # elastic: one reduction carries the loss and tells all processes of a signal
             sums = torch.stack([loss_sum, torch.tensor(float(stop.is_set()), device=device)])
             loss_total, stopping = reduce.reduce_sum(sums).tolist()
             train_loss = loss_total / world_size / step
@@ -247,7 +253,7 @@ def main(args):
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
-            # new # the weights are copied now and written while training goes on
+            # new # elastic: copy the weights now, write them while training continues
             if stopping or step % args.snapshot_every == 0:
                 norm = torch.nn.utils.get_total_norm(model.parameters()).item()
                 errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
@@ -256,7 +262,7 @@ def main(args):
                 if reduce.is_main_process():
                     snapshots.save(folder / "last.pt", state, **values)
 
-            # new # wait for the save: if one rank exits, the launcher kills the rest
+            # new # elastic: wait for the save: if one rank exits, the launcher kills the rest
             if stopping:
                 snapshots.wait()
                 dist.barrier()
@@ -264,7 +270,7 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # BatchNorm's running statistics differ between processes: measure and save rank 0's
+        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -273,14 +279,14 @@ def main(args):
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
-        # one process saves and prints
+        # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # new # a snapshot that is still being written is older than what comes now
+        # new # elastic: finish writing the older snapshot first
         snapshots.wait()
 
-        # Save: last.pt after the others, since it says that the epoch is done
+        # Save: last.pt comes last, because it marks the epoch as done
         values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
         if accuracy > best_accuracy:
             best_accuracy = accuracy
@@ -289,7 +295,7 @@ def main(args):
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", state, **values)
         checkpoint.save_checkpoint(folder / "last.pt", state, **values)
 
-        # new #
+        # new # elastic
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
 
         scalars = {"loss": train_loss, "val_loss": val_loss, "accuracy": accuracy, "learning_rate": lr,
@@ -302,13 +308,13 @@ def main(args):
               f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
 
-# the processes of one launch find each other
+# new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
+    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # choose the device first: otherwise every process opens a context on device 0
+    # set the device first: otherwise every process opens a context on device 0
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)
@@ -320,13 +326,14 @@ if __name__ == "__main__":
     with errors.report_errors():
         args = parse_args()
 
+        # new # DDP
         join_group(args)
 
-        # new # 85 where it was stopped, so that a batch script knows to queue it again
+        # new # elastic: exit code 85 tells a batch script to requeue the job
         code = main(args)
 
-        # not after a failure: it would wait for other processes that may be waiting for this one
+        # new # DDP: only after success: after a failure it could wait forever for its peers
         dist.destroy_process_group()
 
-        # new #
+        # new # elastic
         sys.exit(code)

@@ -9,14 +9,17 @@ Parent: train_DDP.py
 import atexit
 import time
 
+# new # DDP
 import os
 from datetime import timedelta
 
+# new # DDP
 from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
 
 import torch
 import torch.nn.functional as F
 
+# new # DDP
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -48,13 +51,14 @@ def parse_args():
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth epoch; 0: none")
 
+    # new # DDP
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes' samples (GPU)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: by device, nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for a process")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
 
-    # new #
+    # new # grad_accum
     parser.add_argument("--accum-steps", type=cli.positive_int, default=4, help="micro-batches to a step")
 
     return parser.parse_args()
@@ -73,7 +77,7 @@ def evaluate(model, loader, normalize, device):
         sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
         sums[3] += len(labels)
 
-    # sums over all processes are exact; a mean of the processes' means is not
+    # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
 
     loss, correct, correct_top5, count = sums.tolist()
@@ -100,29 +104,29 @@ def main(args):
     if args.batch_size > len(train_set):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
 
-    # each process reads its share of every batch, in train.py's order
+    # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch_size = reduce.exact_share(args.batch_size, world_size)
+    local_batch_size = reduce.exact_share(args.batch_size, world_size)
     sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
-    # new #
-    if args.accum_steps > batch_size:
-        raise errors.UsageError(f"--accum-steps {args.accum_steps}: only {batch_size} samples a process")
+    # new # grad_accum
+    if args.accum_steps > local_batch_size:
+        raise errors.UsageError(f"--accum-steps {args.accum_steps} > {local_batch_size} samples per process")
 
     options = datasets.loader_options(args.workers, device, train_set)
-    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
 
-    # and its share of the validation set; a DistributedSampler would repeat samples to even them out
-    val_loader = DataLoader(val_set, batch_size, sampler=range(rank, len(val_set), world_size), **options)
+    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
+    val_shard = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # Model
     model = models.create_model(args.model, train_set.num_classes, train_set.image_shape)
 
-    # before the optimizer takes the parameters, and before layers are frozen
-    if args.sync_bn:
-        model = models.sync_batchnorm(model, device)
+    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
         models.load_weights(model, args.weights)
@@ -130,15 +134,15 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # Optimizer: the learning rate grows with the batch
+    # Optimizer: the learning rate scales with the batch size
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
 
-    # sends rank 0's weights to all processes here, and averages their gradients in each backward()
-    # --deterministic: a DDP that looks for unused parameters does not regroup its sums after the first step
+    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # --deterministic: when DDP looks for unused parameters, it keeps its buckets after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
@@ -148,26 +152,27 @@ def main(args):
             raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
 
+        # new # DDP
         if not reduce.is_main_process():
             return
 
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-    # new #
-    micro_batch = batch_size / args.accum_steps
+    # new # grad_accum
+    micro_batch = local_batch_size / args.accum_steps
     layout = f"{world_size} process(es) x {args.accum_steps} micro-batches x {micro_batch:g}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # one process writes
+    # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):
-        # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run repeats them
         train_set.set_epoch(epoch)
 
-        # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -175,41 +180,41 @@ def main(args):
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
 
-        # one process shows a bar
-        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
+        # new # DDP: only one process shows a bar
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # new # all micro-batches but the last add up their gradients here, and send nothing
+            # new # grad_accum: all micro-batches except the last accumulate locally and send nothing
             shares = images.tensor_split(args.accum_steps), labels.tensor_split(args.accum_steps)
             *parts, last_part = zip(*shares)
             with parallel_model.no_sync():
                 for part, part_labels in parts:
                     loss = F.cross_entropy(parallel_model(normalize(part)), part_labels)
-                    loss = loss * len(part_labels) / batch_size
+                    loss = loss * len(part_labels) / local_batch_size
                     loss.backward()
                     loss_sum += loss.detach()
 
-            # new # the last one runs outside no_sync, so DDP reduces the accumulated gradient
+            # new # grad_accum: the last one runs outside no_sync, so DDP reduces the accumulated gradient
             images, labels = last_part
 
-            # through DDP: its forward prepares what its backward sends
+            # new # DDP: call the wrapper: its forward prepares the gradient reduction
             loss = F.cross_entropy(parallel_model(normalize(images)), labels)
 
-            # new # weighted by its size, for a share that the micro-batches do not divide
-            loss = loss * len(labels) / batch_size
+            # new # grad_accum: weight by size: micro-batches may differ in size
+            loss = loss * len(labels) / local_batch_size
 
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach()
 
-            # Reading the loss waits for the device, so do it only every --log-every steps
+            # Reading the loss waits for the device: do it only every --log-every steps
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # the same number on all processes, so that all of them stop, or none
+            # new # DDP: all processes get the same number, so all of them stop or none
             train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -217,7 +222,7 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # BatchNorm's running statistics differ between processes: measure and save rank 0's
+        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -226,11 +231,11 @@ def main(args):
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
-        # one process saves and prints
+        # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # Save: last.pt after the others, since it says that the epoch is done
+        # Save: last.pt comes last, because it marks the epoch as done
         values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
         if accuracy > best_accuracy:
             best_accuracy = accuracy
@@ -249,13 +254,14 @@ def main(args):
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
-# the processes of one launch find each other
+
+# new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
+    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # choose the device first: otherwise every process opens a context on device 0
+    # set the device first: otherwise every process opens a context on device 0
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)
@@ -267,9 +273,10 @@ if __name__ == "__main__":
     with errors.report_errors():
         args = parse_args()
 
+        # new # DDP
         join_group(args)
 
         main(args)
 
-        # not after a failure: it would wait for other processes that may be waiting for this one
+        # new # DDP: only after success: after a failure it could wait forever for its peers
         dist.destroy_process_group()

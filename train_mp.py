@@ -10,17 +10,20 @@ Parent: train_DDP.py
 import atexit
 import time
 
+# new # DDP
 import os
 from datetime import timedelta
 
+# new # DDP
 from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
 
 import torch
 import torch.nn.functional as F
 
+# new # DDP
 import torch.distributed as dist
 
-# new #
+# new # mp
 import torch.multiprocessing as mp
 
 from torch.nn.parallel import DistributedDataParallel
@@ -53,13 +56,14 @@ def parse_args():
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth epoch; 0: none")
 
+    # new # DDP
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes' samples (GPU)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: by device, nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for a process")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
 
-    # new # what a launcher is told
+    # new # mp: the arguments of a launcher
     parser.add_argument("--nprocs", type=cli.positive_int, help="processes here (default: devices, or 2)")
     parser.add_argument("--nnodes", type=cli.positive_int, default=1, help="number of hosts")
     parser.add_argument("--node-rank", type=cli.count, default=0, help="of this host, from 0")
@@ -82,7 +86,7 @@ def evaluate(model, loader, normalize, device):
         sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
         sums[3] += len(labels)
 
-    # sums over all processes are exact; a mean of the processes' means is not
+    # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
 
     loss, correct, correct_top5, count = sums.tolist()
@@ -109,25 +113,25 @@ def main(args):
     if args.batch_size > len(train_set):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
 
-    # each process reads its share of every batch, in train.py's order
+    # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch_size = reduce.exact_share(args.batch_size, world_size)
+    local_batch_size = reduce.exact_share(args.batch_size, world_size)
     sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
     options = datasets.loader_options(args.workers, device, train_set)
-    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
 
-    # and its share of the validation set; a DistributedSampler would repeat samples to even them out
-    val_loader = DataLoader(val_set, batch_size, sampler=range(rank, len(val_set), world_size), **options)
+    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
+    val_shard = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # Model
     model = models.create_model(args.model, train_set.num_classes, train_set.image_shape)
 
-    # before the optimizer takes the parameters, and before layers are frozen
-    if args.sync_bn:
-        model = models.sync_batchnorm(model, device)
+    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
         models.load_weights(model, args.weights)
@@ -135,15 +139,15 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # Optimizer: the learning rate grows with the batch
+    # Optimizer: the learning rate scales with the batch size
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
 
-    # sends rank 0's weights to all processes here, and averages their gradients in each backward()
-    # --deterministic: a DDP that looks for unused parameters does not regroup its sums after the first step
+    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # --deterministic: when DDP looks for unused parameters, it keeps its buckets after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
@@ -153,24 +157,26 @@ def main(args):
             raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
 
+        # new # DDP
         if not reduce.is_main_process():
             return
 
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return
 
-    layout = f"{world_size} process(es) x 1 micro-batch x {batch_size}"
+    # new # DDP
+    layout = f"{world_size} process(es) x 1 micro-batch x {local_batch_size}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # one process writes
+    # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):
-        # Order, augmentation and dropout follow from (seed, epoch): a resumed run repeats them
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run repeats them
         train_set.set_epoch(epoch)
 
-        # the sampler shuffles by the epoch; dropout differs between processes, as their samples do
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -178,25 +184,25 @@ def main(args):
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
 
-        # one process shows a bar
-        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
+        # new # DDP: only one process shows a bar
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # through DDP: its forward prepares what its backward sends
+            # new # DDP: call the wrapper: its forward prepares the gradient reduction
             loss = F.cross_entropy(parallel_model(normalize(images)), labels)
 
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach()
 
-            # Reading the loss waits for the device, so do it only every --log-every steps
+            # Reading the loss waits for the device: do it only every --log-every steps
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # the same number on all processes, so that all of them stop, or none
+            # new # DDP: all processes get the same number, so all of them stop or none
             train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -204,7 +210,7 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # BatchNorm's running statistics differ between processes: measure and save rank 0's
+        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -213,11 +219,11 @@ def main(args):
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
 
-        # one process saves and prints
+        # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # Save: last.pt after the others, since it says that the epoch is done
+        # Save: last.pt comes last, because it marks the epoch as done
         values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
         if accuracy > best_accuracy:
             best_accuracy = accuracy
@@ -236,23 +242,10 @@ def main(args):
               f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
-# the processes of one launch find each other
-def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; for srun and plain python this does
-    os.environ.update(launch.launch_environment())
-    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # choose the device first: otherwise every process opens a context on device 0
-    args.device = str(devices.select_device(args.device, local_rank))
-    torch.set_num_threads(launch.cores_per_process())
-    backend = reduce.choose_backend(args.backend, args.device)
-    device_id = torch.device(args.device) if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
-
-
-# new # what a launcher tells each process that it starts
+# new # mp: sets the variables that a launcher would set
 def worker(local_rank, args):
-    # USE_AGENT_STORE: the parent process serves the store at MASTER_PORT, not rank 0
+    # USE_AGENT_STORE: the parent process, not rank 0, serves the store at MASTER_PORT
     os.environ.update(RANK=str(args.node_rank * args.nprocs + local_rank), LOCAL_RANK=str(local_rank),
                       WORLD_SIZE=str(args.nnodes * args.nprocs), LOCAL_WORLD_SIZE=str(args.nprocs),
                       MASTER_ADDR=args.ip, MASTER_PORT=str(args.port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -262,11 +255,25 @@ def worker(local_rank, args):
         dist.destroy_process_group()
 
 
+# new # DDP: connect the processes of one launch
+def join_group(args):
+    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    os.environ.update(launch.launch_environment())
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
+
+    # set the device first: otherwise every process opens a context on device 0
+    args.device = str(devices.select_device(args.device, local_rank))
+    torch.set_num_threads(launch.cores_per_process())
+    backend = reduce.choose_backend(args.backend, args.device)
+    device_id = torch.device(args.device) if backend == "nccl" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
+
+
 if __name__ == "__main__":
     with errors.report_errors():
         args = parse_args()
 
-        # new # the parent serves the processes' meeting point, so that no other job can take its port first
+        # new # mp: the parent serves the store, so no other job can take the port first
         args.nprocs = args.nprocs or devices.count_processes(args.device)
         store = launch.serve_store(args.ip, args.port, args.nnodes) if args.node_rank == 0 else None
         args.port = store.port if store else args.port

@@ -21,7 +21,7 @@ PAGE = DOCS / "index.html"
 
 
 SCRIPTS = [path.name for path in markers.scripts()]
-CHILDREN = [path for path in markers.scripts() if markers.parent_of(path)]
+CHILDREN = [path for path in markers.scripts() if markers.parents_of(path)]
 
 
 # ---------------------------------------------------------------- what it is built from
@@ -231,11 +231,11 @@ def test_every_pair_shows_both_scripts_whole(page):
 
 
 def test_the_numbers_are_those_of_the_markers(page):
-    pairs = [(markers.parent_of(path).name, path.name) for path in CHILDREN]
+    pairs = [(markers.parents_of(path)[0].name, path.name) for path in CHILDREN]
     both_ways = pairs + [pair[::-1] for pair in pairs]
     browser = page()
     cards = script(browser, "[...document.querySelectorAll('.card')].map(card => card.innerText)")
-    counts = {path.name: markers.changed_lines(path) for path in CHILDREN}
+    counts = {path.name: sum(block.changed for block in markers.compare(path)) for path in CHILDREN}
     blocks = {path.name: [block.reason for block in markers.compare(path)] for path in CHILDREN}
     for (left, right), found in shown(browser, both_ways).items():
         child = right if (left, right) in pairs else left
@@ -260,7 +260,7 @@ def test_the_tree_is_the_way_in(page):
          card.querySelector(".command code").textContent])""")
     assert sorted(name for name, _, _ in nested) == SCRIPTS
     for name, parent, command in nested:
-        assert parent == (markers.parent_of(ROOT / name).name if parent else None)
+        assert parent == (markers.parents_of(ROOT / name)[0].name if parent else None)
         assert name in command
     link = browser.find_element("css selector", ".card a.script[href$='train_amp.py']")
     link.click()
@@ -361,7 +361,7 @@ def test_notes_stand_beside_their_blocks(page):
     browser = page("#train.py...train_DDP.py")
     note = browser.find_element("css selector", "#diff details[data-trap=D2]")
     block = note.find_element("xpath", "ancestor::tbody")
-    assert "sampler=range(rank, len(val_set), world_size)" in block.get_attribute("textContent")
+    assert "val_shard = range(rank, len(val_set), world_size)" in block.get_attribute("textContent")
     note.find_element("tag name", "summary").click()
     assert becomes(True, lambda: "Symptom" in note.text)
     assert "0.833" in note.text and "Beside" not in note.text
@@ -505,11 +505,42 @@ def test_it_prints_what_is_being_read(page):
     assert len(browser.print_page()) > 10_000
 
 
-def test_it_opens_at_once(page):
-    times = []
-    while len(times) < 60 and min(times, default=200) >= 200:  # others may be busy on this machine
-        browser = page("#train.py...train_DDP.py")
-        entry = "performance.getEntriesByType('navigation')[0]"
-        times.append(script(browser, f"{entry}.domContentLoadedEventEnd"))
-    print("usable after", [round(time) for time in times], "ms")
-    assert min(times) < 200
+def test_hiding_a_tag_leaves_the_rest(page):
+    """Without DDP's blocks, train_DDP.py alone is train.py without what DDP replaced."""
+    browser = page("#train_DDP.py...train_DDP.py")
+    lines = "[...document.querySelectorAll('#diff .c.s1')].map(cell => cell.textContent)"
+    whole = script(browser, lines)
+    blocks = markers.compare(ROOT / "train_DDP.py")
+    browser.find_element("css selector", "#tags button").click()
+    covered = {number for block in blocks for number in range(block.first, block.last + 1)}
+    assert script(browser, lines) == [line for number, line in enumerate(whole, 1) if number not in covered]
+    assert browser.find_element("id", "live").get_attribute("textContent") == "DDP blocks hidden"
+    assert script(browser, "document.activeElement.ariaPressed") == "false"
+    browser.find_element("css selector", "#tags button").click()
+    assert script(browser, lines) == whole
+
+    page("#train_DDP.py...train_amp.py")
+    names = script(browser, "[...document.querySelectorAll('#tags button')].map(button => button.textContent)")
+    assert names == ["DDP", "amp"]
+    edges = script(browser, """[...document.querySelectorAll("#diff .marker")].map(marker => [marker.textContent,
+        getComputedStyle(marker.closest("tr").querySelector(".n.s1")).boxShadow])""")
+    colors = {text.split()[3]: edge for text, edge in edges if edge != "none"}
+    assert colors.keys() == {"DDP", "amp"} and colors["DDP"] != colors["amp"]
+
+
+def test_it_opens_as_fast_as_its_html(browser, tmp_path):
+    """Measured against the same page without its program, by turns: how busy the machine is does not matter."""
+    text = re.sub(r"<script>(?!try).*?</script>", "<script>document.documentElement.dataset.ready = 'yes'</script>",
+                  PAGE.read_text(), flags=re.S)
+    (tmp_path / "plain.html").write_text(text)
+    ratios = []
+    for _ in range(15):
+        times = []
+        for target in (PAGE, tmp_path / "plain.html"):
+            browser.get("about:blank")
+            browser.get(target.as_uri() + "#train.py...train_DDP.py")
+            entry = "performance.getEntriesByType('navigation')[0]"
+            times.append(script(browser, f"{entry}.domContentLoadedEventEnd - {entry}.responseEnd"))
+        ratios.append(times[0] / times[1])
+    print("ratios", sorted(round(ratio, 2) for ratio in ratios))
+    assert sorted(ratios)[7] < 5

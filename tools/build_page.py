@@ -1,15 +1,17 @@
-"""Build docs/index.html, the page that teaches the scripts by their differences, from scripts and texts.
+"""Build docs/index.html, the page that shows the scripts side by side, from the scripts and the texts.
 
     python tools/build_page.py             # writes docs/index.html
-    python tools/build_page.py --check     # exit code 1 if it is not as it would be written
+    python tools/build_page.py --check     # exit code 1 if docs/index.html is not up to date
+    python tools/build_page.py --picture   # also writes docs/figures/page.png, with Chromium and requirements-drill.txt
 
-It needs Pygments and nothing else. A line that the texts name and that no script has stops the build.
+A line that the texts name and that no script contains stops the build.
 """
 import ast
 import dataclasses
 import html
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,35 +26,40 @@ DOCS = ROOT / "docs"
 
 @dataclasses.dataclass
 class Script:
-    """One script as the page has it; `docstring_end` is the last line of the module docstring, from 1."""
+    """A script on the page; `blocks` are its own blocks, `marked` all of them, `docstring_end` counts from 1."""
 
     path: Path
-    lines: list
-    parent: str
-    blocks: list
+    lines: list[str]
+    parents: list[str]
+    blocks: list[markers.Block]
+    marked: list[markers.Block]
     docstring_end: int
     summary: str
-    commands: list
+    commands: list[str]
 
     @property
-    def name(self):
+    def name(self) -> str:
         return self.path.name
 
+    @property
+    def parent(self) -> str | None:
+        """The first parent: the script stands below it in the tree."""
+        return self.parents[0] if self.parents else None
 
-def read_scripts(root=ROOT):
+
+def read_scripts(root: Path = ROOT) -> dict[str, Script]:
     """Return the scripts by name, each parent before its children."""
     found = {}
     for path in markers.scripts(root):
-        text = path.read_text()
-        parent = markers.parent_of(path)
-        first, *rest = ast.get_docstring(ast.parse(text)).split("\n")
+        text, parents = path.read_text(), [parent.name for parent in markers.parents_of(path)]
+        first, *rest = (ast.get_docstring(ast.parse(text)) or "").split("\n")
         commands = [line.strip() for line in rest if re.match(rf"    (pip |.*\b{path.name})", line)]
         commands.sort(key=lambda command: path.name not in command)  # noqa: B023, for it is called here
-        found[path.name] = Script(path, text.splitlines(), parent.name if parent else None,
-                                  markers.compare(path), markers.docstring_lines(text), first, commands)
-    ordered = {}
+        found[path.name] = Script(path, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
+                                  ast.parse(text).body[0].end_lineno or 0, first, commands)
+    ordered: dict[str, Script] = {}
 
-    def add(parent):
+    def add(parent: str | None) -> None:
         children = [script for script in found.values() if script.parent == parent]
         for script in sorted(children, key=lambda child: (not child.name.startswith("train"), child.name)):
             ordered[script.name] = script
@@ -132,10 +139,12 @@ def _comparisons(scripts, traps, parts):
             steps, count, changes = diffs.compare(scripts[left], scripts[right], notes_for)
             pairs[f"{a},{b}"] = [count, changes, steps]
             counts[left, right] = count
-    listed = [{"name": script.name, "parent": script.parent, "doc": script.docstring_end,
+    listed = [{"name": script.name, "parents": script.parents, "doc": script.docstring_end,
+               "blocks": [[block.first - 1, block.last - 1, block.tag] for block in script.marked],
                "lines": [place(line) for line in texts.colour("\n".join(script.lines))]}
               for script in scripts.values()]
-    return {"scripts": listed, "table": table, "pairs": pairs,
+    tags = list(dict.fromkeys(block.tag for script in scripts.values() for block in script.marked))
+    return {"scripts": listed, "tags": tags, "table": table, "pairs": pairs,
             "traps": {trap.name: trap.title for trap in traps.values()},
             "parts": {name: heading for name, heading, _ in parts}}, counts
 
@@ -146,15 +155,12 @@ def _tree(scripts, counts, uses, parent):
     for script in scripts.values():
         if script.parent != parent:
             continue
-        size = f"{len(script.lines)} lines"
-        if parent:
-            count = counts[parent, script.name]
-            target = f"#{parent}...{script.name}"
-            label = f"compare {script.name} with its parent {parent}"
-            size += (f', <strong>{count} changed</strong> '
-                     f'<a href="{target}" aria-label="{label}">compare with {parent}</a>')
-        else:
-            target = f"#{script.name}...{script.name}"
+        size = f"{len(script.lines)} lines" + "".join(
+            f', <strong>{counts[name, script.name]} changed</strong> <a href="#{name}...{script.name}"'
+            f' aria-label="compare {script.name} with its parent {name}">compare with {name}</a>'
+            for name in script.parents)
+        target = f"#{parent or script.name}...{script.name}"
+        if not parent:
             size += " <span>no parent</span>"
         title = f'<a class="script" href="{target}">{script.name}</a>'
         commands = [texts.command(line) for line in script.commands]
@@ -175,7 +181,7 @@ def _prose(path, docs):
     """Return one of the texts as HTML, with its pictures, and links to the page's own anchors."""
     how = path.name == "how-it-works.md"
 
-    def identify(level, heading):
+    def identify(heading):
         trap = texts.TRAP.fullmatch(heading)
         return trap[1] if trap else f"{'how' if how else 'pitfalls'}-{_slug(heading)}"
 
@@ -214,8 +220,9 @@ def _slug(heading):
 
 
 def _as_read(line):
-    """Return a line as the texts name it: without indentation, and a marker's reason as the child has it."""
-    return line.strip().replace("# new # ", "# ", 1)
+    """Return a line as the texts name it: without indentation, and a marker as its reason alone."""
+    match = markers.MARKER.fullmatch(line)
+    return f"# {match[2]}" if match and match[2] else line.strip()
 
 
 def _check(root, scripts, traps, parts):
@@ -244,6 +251,22 @@ def main():
         return
     target.write_text(page)
     print(f"{target.name}: {len(page.encode()):,} bytes")
+    if "--picture" in sys.argv[1:]:
+        _take_picture(target)
+
+
+def _take_picture(page: Path) -> None:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for name in ("headless=new", "no-sandbox", "hide-scrollbars", "disable-background-networking"):
+        options.add_argument(f"--{name}")
+    with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as browser:
+        size = {"width": 1280, "height": 760, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(f"{page.as_uri()}#train_DDP.py...train_grad_accum.py")
+        browser.execute_script("document.getElementById('change-4').scrollIntoView({block: 'center'})")
+        browser.save_screenshot(str(DOCS / "figures/page.png"))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How the page lays two scripts side by side: which lines belong together, and what changed inside a line.
+"""Align two scripts for the page: which lines face each other, and what changed inside a line.
 
 A comparison is a list of steps that walk down both scripts:
 
-    n                   n lines that are the same on both sides (apart from a marker)
-    "a3"                three lines that only the right one has; "l3": that only the left one has
-    "A1", "L1", "B1"    a line that counts for nothing (blank, a bare marker), on the right, the left or both
-    ["r", [0, 4], []]   a line that was replaced, and the parts of the left and of the right one that differ
-    ["g", reason, ...]  a change begins (with `notes_for`'s answer behind the reason)
+    n                   n lines that are equal on both sides
+    "a3"                three lines that only the right script has; "l3": three lines that only the left one has
+    "A1", "L1", "B1"    a line that does not count (blank, a marker without a reason) on the right, the left or both
+    ["r", [0, 4], []]   a replaced line, and the ranges of characters that differ on the left and on the right
+    ["g", reason, ...]  a change begins; the answer of `notes_for` follows the reason
 """
 import collections
 import difflib
@@ -16,18 +16,18 @@ import re
 
 import markers
 
-DIFFERENT = 0.5  # two lines that have less in common are shown as replaced as a whole
+DIFFERENT = 0.5  # two lines with less in common count as wholly different
+BARE = re.compile(r"\s*(# new # [\w-]+)?")
 
 
 def compare(left, right, notes_for):
     """Return (steps, changed lines, changes) from script `left` to `right`, which is no ancestor of `left`.
 
-    `notes_for(left_lines, right_lines)` is asked once for each change, what belongs beside its lines (of a
-    child, not of its parent). The changed lines of a script and its parent are what `markers.changed_lines`
-    counts. For any other pair they are counted likewise: in each stretch that differs, neither blank nor
-    comment, the more of the lines on either side.
+    `notes_for(left_lines, right_lines)` returns what belongs beside the lines of a change; only the child's lines
+    count where `left` is the only parent. For a child, the changed lines are those of its blocks. For any other pair,
+    each stretch that differs adds the larger number of code lines of the two sides.
     """
-    child = right.parent == left.name
+    child = right.parents == [left.name]
     steps = _docstrings(left, right)
     count, changes = 0, 0
     done_left, done_right = left.docstring_end, right.docstring_end
@@ -51,7 +51,7 @@ def compare(left, right, notes_for):
             steps.append(1)
         done_left, done_right = anchor_left, anchor_right
     if child:
-        count = sum(block.changed for block in right.blocks)  # markers.changed_lines, known already
+        count = sum(block.changed for block in right.blocks)
     return _joined(steps), count, changes
 
 
@@ -65,34 +65,22 @@ def is_code(line):
 
 
 def _counts(old, new, child):
-    """Return whether a row shows a change; a bare marker does where `new` is a child's line."""
+    """Return whether a row shows a change; in a child, a marker without a reason does, too."""
     if child and new and new.strip():
         return True
-    return any(line and line.strip() not in ("", "# new #") for line in (old, new))
+    return any(line and not BARE.fullmatch(line) for line in (old, new))
 
 
 def _anchors(left, right):
-    """Return the pairs of line numbers, behind the docstrings, at which the two scripts are the same."""
-    if right.parent == left.name:
-        return _anchors_of_child(left, right)
-    old, new = _plain(left), _plain(right)
+    """Return the pairs of line numbers, behind the docstrings, at which the two scripts are equal."""
+    old, new = markers.numbered(left.path, []), markers.numbered(right.path, [])
+    if right.parents == [left.name]:
+        removed = {number for block in right.blocks for number in block.removed}
+        kept = [number for number, _ in old if number not in removed]
+        return list(zip(kept, [number for number, _ in markers.numbered(right.path, right.blocks)], strict=True))
     lines = [[line for _, line in side] for side in (old, new)]
     blocks = difflib.SequenceMatcher(None, *lines, autojunk=False).get_matching_blocks()
     return [(old[a + k][0], new[b + k][0]) for a, b, size in blocks for k in range(size)]
-
-
-def _anchors_of_child(parent, child):
-    covered = {number for block in child.blocks for number in range(block.first, block.last + 1)}
-    removed = {number for block in child.blocks for number in block.removed}
-    kept = [number for number, _ in _plain(parent) if number not in removed]
-    outside = [number for number, line in enumerate(child.lines, 1)
-               if line.strip() and number > child.docstring_end and number not in covered]
-    return list(zip(kept, outside, strict=True))
-
-
-def _plain(script):
-    """Return the numbered lines behind the docstring, without blank ones, markers as plain comments."""
-    return markers.as_the_child_has_it(script.path)
 
 
 def _kind(line):

@@ -1,14 +1,12 @@
-"""How a script differs from its parent, and whether its `# new #` blocks say so: the rules of the marker.
+"""Check how each script differs from its parents, and that its `# new # TAG` blocks say so.
 
-    python tools/markers.py          # every script: its parent, its changed lines, and what breaks a rule
+    python tools/markers.py          # each script, its parents and its changed lines, or the first broken rule
 
-1. A marker is `# new #`, alone on its line or followed by one clause that says why.
-2. A block runs from its marker to the next blank line; a `def` or `class` that begins in it is covered whole.
-3. The module docstring is exempt and names the parent. A parent's `# new # why` is a plain `# why` in the child.
-4. Every line outside the blocks stands in the parent, in the same order; what the parent has besides was replaced or
-   removed where a block stands.
-5. Every block changes something, and no statement in it stands in the parent at that place.
-6. No code is commented out.
+1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is what the file name adds: amp, DDP.
+2. A block runs to the next blank line. It covers the whole of a `def` or `class` that begins in it.
+3. The module docstring names the parents (`Parent: train.py` or `Parents: A.py, B.py`) and is exempt.
+4. All else, ancestors' blocks and blank lines included, stands in a parent. An own block replaces what is missing.
+5. Each own block changes something, repeats no line that the parent has there, and has no commented-out code.
 """
 import ast
 import dataclasses
@@ -18,177 +16,104 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKER = re.compile(r"\s*# new #( \S.*)?")
+CODE = re.compile(r"\s*[^\s#]")  # neither blank nor comment
+MARKER = re.compile(r"\s*# new # ([\w-]+)(?:: (\S.*))?")
+COMMENTED_OUT = re.compile(r"\s*# ?([\w.]+(\[.*\])? [-+*/]?= \S|[\w.]+\(.*\)$|import \w|from \S+ import |return\b)")
 
 
 class BrokenRule(Exception):
-    """A script breaks a rule of the marker; the message names the line."""
+    """A script breaks a rule; the message names the line."""
 
 
 @dataclasses.dataclass
 class Block:
-    """One stretch of a script that its parent has not: 1-based lines `first` to `last`, the marker included.
-
-    `removed` are the 1-based lines of the parent that it replaces, `changed` the number of lines that differ, neither
-    blank nor comment, and `reason` the marker's clause.
-    """
-
+    """The 1-based lines `first` to `last`, marker included, and the parent's lines that they replace."""
     first: int
     last: int
+    tag: str
     reason: str
-    removed: list
+    removed: list[int] = dataclasses.field(default_factory=list)
     changed: int = 0
 
 
-def scripts(root=ROOT):
-    """Return the paths of all scripts that the rules hold for."""
+def scripts(root: Path = ROOT) -> list[Path]:
+    """Return the paths of all scripts."""
     return sorted([*root.glob("train*.py"), *root.glob("loader*.py")])
 
 
-def parent_of(path):
-    """Return the path of a script's parent, as its docstring names it; None for "none"."""
-    found = re.findall(r"^Parent: (\S+)$", ast.get_docstring(ast.parse(path.read_text())) or "", re.M)
+def parents_of(path: Path) -> list[Path]:
+    """Return the paths of a script's parents."""
+    found = re.findall(r"^Parents?: (.+)$", ast.get_docstring(ast.parse(path.read_text())) or "", re.M)
     if len(found) != 1:
-        raise BrokenRule(f"{path.name}: the docstring names no parent (a line 'Parent: SCRIPT.py')")
-    return None if found[0] == "none" else path.with_name(found[0])
+        raise BrokenRule(f"{path.name}: the docstring names no parent: write 'Parent: SCRIPT.py' or 'Parent: none'")
+    return [] if found[0] == "none" else [path.with_name(name) for name in found[0].split(", ")]
 
 
-def find_blocks(path):
-    """Return the blocks of a script as its markers bound them, before a comparison with the parent."""
-    text = path.read_text()
-    lines = text.splitlines()
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    blocks = []
+def find_blocks(path: Path) -> list[Block]:
+    """Return all blocks of a script, its ancestors' included."""
+    lines, blocks = path.read_text().splitlines(), list[Block]()
+    ends = {min(part.lineno for part in [node, *node.decorator_list]): node.end_lineno or 0
+            for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for number, line in enumerate(lines, 1):
-        if not re.search(r"#\s*new\b\s*#?", line, re.I) or (blocks and number <= blocks[-1].last):
-            continue
         match = MARKER.fullmatch(line)
+        if not re.search(r"#\s*new\b", line, re.I) or blocks and number <= blocks[-1].last:
+            continue
         if not match:
-            raise BrokenRule(f"{path.name}:{number}: a marker is '# new #' alone on its line, or with a reason")
-        last = number
-        while last < len(lines) and lines[last].strip():
-            last += 1
-            begun = [node for node in nodes
-                     if min([node.lineno, *(item.lineno for item in node.decorator_list)]) == last]
-            if begun:
-                last = begun[0].end_lineno
-        blocks.append(Block(number, last, (match[1] or "").strip(), []))
+            raise BrokenRule(f"{path.name}:{number}: a marker is '# new # TAG' or '# new # TAG: why' on its own line")
+        blocks.append(Block(number, number, match[1], match[2] or ""))
+        while blocks[-1].last < len(lines) and lines[blocks[-1].last].strip():
+            blocks[-1].last = ends.get(blocks[-1].last + 1, blocks[-1].last + 1)
     return blocks
 
 
-def docstring_lines(text):
-    """Return how many lines the module docstring takes."""
-    return ast.parse(text).body[0].end_lineno
+def numbered(path: Path, without: list[Block]) -> list[tuple[int, str]]:
+    """Return the numbered lines of a script that are not blank, without its docstring and some of its blocks."""
+    lines, skip = path.read_text().splitlines(), ast.parse(path.read_text()).body[0].end_lineno or 0
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip() and number > skip
+            and not any(block.first <= number <= block.last for block in without)]
 
 
-def compare(path):
-    """Return the blocks of a script, each with what it replaces and changes; BrokenRule where a rule is broken."""
-    parent = parent_of(path)
-    blocks = find_blocks(path)
-    _check_comments(path)
-    if parent is None:
-        if blocks:
-            raise BrokenRule(f"{path.name}:{blocks[0].first}: a marker in a script without a parent")
-        return []
-    text = path.read_text()
-    lines, skip = text.splitlines(), docstring_lines(text)
-    old = as_the_child_has_it(parent)
-    covered = {number for block in blocks for number in range(block.first, block.last + 1)}
-    outside = [(number, line) for number, line in enumerate(lines, 1)
-               if line.strip() and number > skip and number not in covered]
-
-    matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in outside], autojunk=False)
-    for kind, old_first, old_last, first, _ in matcher.get_opcodes():
-        if kind in ("insert", "replace"):
-            number, line = outside[first]
-            raise BrokenRule(f"{path.name}:{number}: not in {parent.name} at this place, and not in a block: {line}")
-        if kind == "delete":
-            before = outside[first - 1][0] if first else 0
-            after = outside[first][0] if first < len(outside) else len(lines) + 1
-            here = [block for block in blocks if before < block.first and block.last < after]
-            rest = _share_out(old[old_first:old_last], here, lines)
-            if rest:
-                raise BrokenRule(f"{path.name}:{before}: {parent.name} goes on here, and no block says why this does "
-                                 f"not: {rest[0][1].strip()}")
-
-    old_lines = dict(old)
-    for block in blocks:
-        _check_block(path, block, lines, [old_lines[number] for number in block.removed])
-    return blocks
+def compare(path: Path) -> list[Block]:
+    """Return a script's own blocks, with what each replaces and changes; raise BrokenRule for a broken rule."""
+    own = [block for block in find_blocks(path) if block.tag == path.stem.partition("_")[2]]
+    lines, outside, known = path.read_text().splitlines(), numbered(path, own), set[int]()
+    code = {block.first: [line for line in lines[block.first:block.last] if CODE.match(line)] for block in own}
+    for parent in parents_of(path):
+        old = numbered(parent, [])
+        matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in outside], False)
+        pairs = [(match.a + i, match.b + i) for match in matcher.get_matching_blocks() for i in range(match.size)]
+        known |= {outside[b][0] for _, b in pairs}
+        for (a, b), (next_a, next_b) in zip([(-1, -1), *pairs], [*pairs, (len(old), len(outside))], strict=True):
+            first, last = (outside[i][0] if 0 <= i < len(outside) else i * len(lines) for i in (b, next_b))
+            here, gone = [block for block in own if first < block.first < last], old[a + 1:next_a]
+            moved = not here and a >= 0 and next_a < len(old) and last - first != old[next_a][0] - old[a][0]
+            room = sum(len(code[block.first]) or len(gone) for block in here)  # a comment may replace any number
+            lost = [line for _, line in gone if CODE.match(line)]
+            if b + 1 == next_b and (moved or len(lost) > room or gone and not here):
+                raise BrokenRule(f"{path.name}:{first}: no block replaces the lines of {parent.name} behind this one")
+            for block in here:
+                size = len(gone) if block is here[-1] else block.last - block.first
+                block.removed, gone, body = [at for at, _ in gone[:size]], gone[size:], code[block.first]
+                replaced = [line for at, line in old if at in block.removed and CODE.match(line)]
+                block.changed = max(block.changed, len(body), len(replaced))
+                if not body and not block.removed or {*body} & {*replaced}:
+                    raise BrokenRule(f"{path.name}:{block.first}: not all of this block is new")
+    for number, line in numbered(path, []):
+        if (number, line) in outside and number not in known and (parents_of(path) or MARKER.fullmatch(line)):
+            raise BrokenRule(f"{path.name}:{number}: not in a parent at this place, and not in a block: {line.strip()}")
+        if COMMENTED_OUT.match(line):
+            raise BrokenRule(f"{path.name}:{number}: commented-out code: {line.strip()}")
+    return own
 
 
-def changed_lines(path):
-    """Return how many lines of a script differ from its parent, neither blank nor comment."""
-    return sum(block.changed for block in compare(path))
-
-
-def _share_out(removed, blocks, lines):
-    """Give each block as many of the parent's lines as it has lines of its own, a comment alone all that are left."""
-    for block in blocks:
-        body = lines[block.first:block.last]
-        takes = len(body) if any(map(_is_code, body)) else len(removed)
-        block.removed = [number for number, _ in removed[:takes]]
-        removed = removed[takes:]
-    return removed
-
-
-def as_the_child_has_it(parent):
-    """Return the lines of a parent as its child may repeat them, as (number, line): no docstring, blank or marker."""
-    text = parent.read_text()
-    skip = docstring_lines(text)
-    kept = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if number <= skip or not line.strip():
-            continue
-        match = MARKER.fullmatch(line)
-        if match:
-            if not match[1]:
-                continue
-            line = line.replace("# new # ", "# ", 1)
-        kept.append((number, line))
-    return kept
-
-
-def _is_code(line):
-    return bool(line.strip()) and not line.strip().startswith("#")
-
-
-def _check_block(path, block, lines, removed):
-    body = lines[block.first:block.last]
-    code, gone = [line for line in body if _is_code(line)], [line for line in removed if _is_code(line)]
-    block.changed = max(len(code), len(gone))
-    if not code and not removed:
-        raise BrokenRule(f"{path.name}:{block.first}: a block in which nothing is new")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.stmt) or not block.first < node.lineno <= node.end_lineno <= block.last:
-            continue
-        statement = lines[node.lineno - 1:node.end_lineno]
-        if any(removed[start:start + len(statement)] == statement for start in range(len(removed))):
-            raise BrokenRule(f"{path.name}:{node.lineno}: in a block, and yet as in the parent: {statement[0].strip()}")
-
-
-def _check_comments(path):
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        comment = line.strip().removeprefix("#").strip() if line.strip().startswith("#") else ""
-        try:
-            nodes = list(ast.walk(ast.parse(comment)))
-        except SyntaxError:
-            continue
-        if any(isinstance(node, (ast.Assign, ast.AugAssign, ast.Call, ast.Import, ast.ImportFrom)) for node in nodes):
-            raise BrokenRule(f"{path.name}:{number}: code that is commented out: {comment}")
-
-
-def main():
-    failed = False
-    for path in scripts():
-        try:
-            parent = parent_of(path)
-            print(f"{path.name:22} {parent.name if parent else '-':14} {changed_lines(path):3} changed lines")
-        except BrokenRule as error:
-            failed = True
-            print(f"{path.name:22} {error}")
-    return int(failed)
+def main() -> None:
+    try:
+        for path in scripts():
+            parents = ", ".join(parent.name for parent in parents_of(path)) or "-"
+            print(f"{path.name:22} {parents:14} {sum(block.changed for block in compare(path)):3} changed lines")
+    except BrokenRule as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

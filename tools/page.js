@@ -1,17 +1,25 @@
 "use strict"
-// Shows two scripts side by side. What belongs beside what was found out when the page was built: see tools/diffs.py.
+// Shows two scripts side by side. tools/diffs.py aligns their lines when the page is built.
 
 const CONTEXT = 3 // unchanged lines that stay in sight beside a change
 const byId = id => document.getElementById(id)
-const {scripts, table, pairs, traps, parts} = JSON.parse(byId("data").textContent)
+const {scripts, tags, table, pairs, traps, parts} = JSON.parse(byId("data").textContent)
 const numberOf = Object.fromEntries(scripts.map((script, number) => [script.name, number]))
-const FIRST = scripts.findIndex(script => script.parent) // the default: the first script that has a parent
+const FIRST = scripts.findIndex(script => script.parents.length) // the default: the first script that has a parent
 const narrow = matchMedia("(max-width: 60rem)")
 
 let left, right // the numbers of the scripts that are shown
 let current = -1 // the change that was stepped to
 let unfolded = false
 let scrollToIt = true
+const hiddenTags = new Set() // the numbers of the tags whose blocks are hidden
+
+for (const script of scripts) { // the number of the tag of each line that stands in a block
+  script.tagAt = []
+  for (const [first, last, tag] of script.blocks) {
+    for (let line = first; line <= last; line++) script.tagAt[line] = tags.indexOf(tag)
+  }
+}
 
 const stored = name => { try { return localStorage[name] } catch { return undefined } }
 const store = (name, value) => { try { localStorage[name] = value } catch {} }
@@ -28,7 +36,7 @@ function readAddress() {
 }
 
 const address = () => `#${scripts[left].name}...${scripts[right].name}`
-const isChild = (child, parent) => scripts[child].parent === scripts[parent].name
+const isChild = (child, parent) => scripts[child].parents.includes(scripts[parent].name)
 
 // Walks down both scripts and returns stretches: {kind: "same" | "change" | "doc", rows, reason, traps, parts}.
 function stretches() {
@@ -69,22 +77,33 @@ function stretches() {
       [row.i, row.j, row.from, row.to, row.kind] = [row.j, row.i, row.to, row.from, other[row.kind] || row.kind]
     }
   }
+  for (const stretch of found) stretch.rows = stretch.rows.map(withoutHidden).filter(row => row.i !== null || row.j !== null)
   return found.filter(({rows}) => rows.length)
+}
+
+// Takes the lines of hidden blocks out of a row; what faced one stays, alone.
+function withoutHidden(row) {
+  const gone = (number, line) => line !== null && hiddenTags.has(scripts[number].tagAt[line])
+  const [noI, noJ] = [gone(left, row.i), gone(right, row.j)]
+  if (!noI && !noJ) return row
+  return {kind: noI ? "a" : "l", i: noI ? null : row.i, j: noJ ? null : row.j}
 }
 
 // ---------------------------------------------------------------- showing it
 
 function codeOf(side, line) {
-  const [script, other] = side ? [right, left] : [left, right]
-  const code = table[scripts[script].lines[line]]
-  if (!isChild(script, other)) return code
-  return code.replace(/<span class="co"># new #(.*?)<\/span>/,
-    '<span class="marker"><b># new #</b></span><span class="reason">$1</span>')
+  return table[scripts[side ? right : left].lines[line]].replace(/<span class="co">(# new # [\w-]+)(.*?)<\/span>/,
+    '<span class="marker"><b>$1</b></span><span class="reason">$2</span>')
+}
+
+function tagClass(side, line) {
+  const tag = line === null ? undefined : scripts[side ? right : left].tagAt[line]
+  return tag === undefined ? "" : ` t t${tag % 8}`
 }
 
 function numberCell(side, line, kind, only = "") {
   const word = {add: "added", del: "removed"}[kind]
-  return `<td class="n s${side} ${kind} ${only}">${line === null ? "" : line + 1}` +
+  return `<td class="n s${side} ${kind} ${only}${tagClass(side, line)}">${line === null ? "" : line + 1}` +
     `${word ? `<span class="sr"> ${word}</span>` : ""}</td>`
 }
 
@@ -95,7 +114,7 @@ function codeCell(side, line, kind, ranges) {
   const shown = (indent ? `<span class="indent">${" ".repeat(indent)}</span>` : "") +
     code.slice(indent).replace(/\.(?=[a-z_])/g, "<wbr>.").replace(/\((?!\))/g, "(<wbr>") // long lines break there
   const marks = ranges && ranges.length ? ` data-parts="${ranges}"` : ""
-  return `<td class="c s${side} ${kind}"${indent ? ` style="--i:${indent}"` : ""}${marks}>${shown}</td>`
+  return `<td class="c s${side} ${kind}${tagClass(side, line)}"${indent ? ` style="--i:${indent}"` : ""}${marks}>${shown}</td>`
 }
 
 function splitRows(rows) {
@@ -187,7 +206,25 @@ function draw() {
   byId("split").setAttribute("aria-pressed", !isUnified())
   byId("unified").setAttribute("aria-pressed", isUnified())
   byId("unfold").hidden = !byId("diff").querySelector(".fold")
+  drawTags()
   drawHead(changes)
+}
+
+// One button for each tag of the two scripts; it hides the tag's blocks.
+function drawTags() {
+  const present = new Set([...scripts[left].tagAt, ...scripts[right].tagAt].filter(tag => tag !== undefined))
+  byId("tags").hidden = !present.size
+  byId("tags").innerHTML = "<span>Blocks</span>" + [...present].sort((a, b) => a - b).map(tag =>
+    `<button type="button" class="t t${tag % 8}" data-tag="${tag}" aria-pressed="${!hiddenTags.has(tag)}">` +
+    `${tags[tag]}</button>`).join("")
+}
+
+function toggleTag(tag) {
+  if (!hiddenTags.delete(tag)) hiddenTags.add(tag)
+  current = -1
+  draw()
+  byId("tags").querySelector(`[data-tag="${tag}"]`).focus()
+  say(`${tags[tag]} blocks ${hiddenTags.has(tag) ? "hidden" : "shown"}`)
 }
 
 // Wraps the characters from `first` to `last` of a cell in <ins> or <del>, piece by piece.
@@ -224,9 +261,9 @@ function drawHead(changes) {
         "<small>Neither is the other's parent: in each place the side with more lines counts; blank lines, comments " +
         "and the docstring do not.</small>"
   const link = byId("to-parent")
-  link.hidden = !to.parent || to.parent === from.name
-  link.href = `#${to.parent}...${to.name}`
-  link.textContent = `with its parent ${to.parent}`
+  link.hidden = !to.parents.length || to.parents.includes(from.name)
+  link.href = `#${to.parents[0]}...${to.name}`
+  link.textContent = `with its parent ${to.parents[0]}`
   drawPosition(changes)
 }
 
@@ -346,6 +383,7 @@ byId("copy-right").addEventListener("click", event => copy(sourceOf(right), even
 document.addEventListener("click", event => {
   const button = event.target.closest("button")
   if (button?.dataset.copy) copy(button.dataset.copy, button, "the command")
+  if (button?.dataset.tag) toggleTag(+button.dataset.tag)
   if (button?.closest(".fold")) setFold(button, button.getAttribute("aria-expanded") !== "true")
   if (event.target.closest("a")?.hash === location.hash && readAddress()) arrive()
 })
@@ -416,7 +454,7 @@ document.addEventListener("click", event => { clicked = Boolean(event.target.clo
 
 addEventListener("hashchange", () => {
   const choice = readAddress()
-  const wanted = choice || (location.hash ? null : {left: numberOf[scripts[FIRST].parent], right: FIRST, change: -1})
+  const wanted = choice || (location.hash ? null : {left: numberOf[scripts[FIRST].parents[0]], right: FIRST, change: -1})
   if (wanted) {
     if (wanted.left !== left || wanted.right !== right || wanted.change !== current) show(wanted)
     if (choice && clicked && scrollToIt && choice.change < 0) arrive()
@@ -427,6 +465,6 @@ addEventListener("hashchange", () => {
 })
 
 drawTheme()
-show(readAddress() || {left: numberOf[scripts[FIRST].parent], right: FIRST, change: -1})
+show(readAddress() || {left: numberOf[scripts[FIRST].parents[0]], right: FIRST, change: -1})
 if (readAddress() && readAddress().change < 0) arrive()
 document.documentElement.dataset.ready = "yes"

@@ -1,11 +1,15 @@
-"""The texts of the page: the part of Markdown that they are written in, and the fixed form of a pitfall."""
+"""Read the texts of the page: pitfalls, which have a fixed form, and Markdown with colored code."""
 import dataclasses
 import html
 import re
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pygments.lexers
 import pygments.token
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 CLASSES = [  # of the colours in page.css, the first that fits
     (pygments.token.Comment, "co"), (pygments.token.String.Interpol, ""), (pygments.token.String, "st"),
@@ -40,7 +44,7 @@ class Trap:
     beside: str
     test: str
 
-    def put_back(self, text):
+    def put_back(self, text: str) -> str:
         """Return a file's text with the wrong lines put back; TextError unless the right ones stand once."""
         lines, right = text.splitlines(), self.right.splitlines()
         found = [start for start in range(len(lines) - len(right) + 1)
@@ -53,7 +57,7 @@ class Trap:
         return "\n".join(lines) + "\n"
 
 
-def read_traps(path):
+def read_traps(path: Path) -> dict[str, Trap]:
     """Return the pitfalls of a file by name; TextError where one is not in the fixed form."""
     traps = {}
     for section in re.split(r"^(?=### )", path.read_text(), flags=re.M)[1:]:
@@ -80,9 +84,9 @@ def read_traps(path):
     return traps
 
 
-def colour(text, lexer="python"):
-    """Return the lines of a program as HTML, coloured."""
-    lexer = pygments.lexers.get_lexer_by_name(lexer, stripnl=False, ensurenl=False)
+def colour(text: str, language: str = "python") -> list[str]:
+    """Return the lines of a program as HTML, with colors."""
+    lexer = pygments.lexers.get_lexer_by_name(language, stripnl=False, ensurenl=False)
     lines = [""]
     for kind, value in lexer.get_tokens(text):
         css = next((name for token, name in CLASSES if kind in token), "")
@@ -95,84 +99,71 @@ def colour(text, lexer="python"):
     return lines
 
 
-def inline(text, link=lambda target: target):
-    """Return one paragraph's Markdown as HTML: code, strong, emphasis and links."""
-    kept = []
-
-    def keep(rendered):
-        kept.append(rendered)
-        return f"\0{len(kept) - 1}\0"
-
-    def anchor(match):
-        target = link(match[2])
-        rel = ' rel="noreferrer"' if target.startswith("http") else ""
-        return keep(f'<a href="{html.escape(target)}"{rel}>') + match[1] + keep("</a>")
-
-    def code(match):
-        return keep(f"<code>{html.escape(match[2].strip(), quote=False)}</code>")
-
-    text = re.sub(r"(`+)(.+?)\1(?!`)", code, text)
-    text = re.sub(r"\[([^]]+)\]\(([^)\s]+)\)", anchor, text)
-    text = html.escape(text, quote=False)
-    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
-    text = re.sub(r"(?<!\w)\*(\S.*?)\*(?!\w)", r"<em>\1</em>", text)
-    while "\0" in text:
-        text = re.sub("\0(\\d+)\0", lambda match: kept[int(match[1])], text)
-    return text
+def inline(text: str) -> str:
+    """Return one line of Markdown as HTML, without a paragraph around it."""
+    return _markdown().renderInline(text)
 
 
-def render(text, identify, link, picture):
-    """Return Markdown as HTML: headings, paragraphs, lists, fenced code and pictures that stand alone.
+def render(text: str, identify: Callable[[str], str], link: Callable[[str], str],
+           picture: Callable[[str, str], str]) -> str:
+    """Return Markdown as HTML.
 
-    `identify(level, heading)` gives a heading's id, `link(target)` what a link of the text is on the page,
-    and `picture(source, description)` the HTML of a picture. Headings are one level lower on the page. A
-    section of level 3 is wrapped as an article with its id. Comments are left out.
+    `identify(heading)` gives a heading's id, `link(target)` what a link of the text is on the page, and
+    `picture(source, description)` the HTML of a picture. Headings are one level lower on the page. A section of level
+    3 becomes an article with its id. A block of `console` becomes commands. HTML comments and the field Beside are
+    left out.
     """
-    text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.S)
-    parts, article = [], False
-    for block in re.findall(r"```.*?^```|(?:(?!```)[^\n]+\n?)+", text, flags=re.S | re.M):
-        block = block.rstrip("\n")
-        heading = re.fullmatch(r"(#+) (.+)", block)
-        image = re.fullmatch(r"!\[([^]]*)\]\(([^)]+)\)", block)
-        if heading:
-            level, name = len(heading[1]), identify(len(heading[1]), heading[2])
+    markdown = _markdown()
+    tokens = [token for token in markdown.parse(text) if token.type != "html_block"]
+    parts, article, about = [], False, ""
+    for number, token in enumerate(tokens):
+        content = tokens[number + 1].content if number + 1 < len(tokens) else ""
+        if token.type == "heading_open":
+            level, name = int(token.tag[1]), identify(content)
             if article and level <= 3:
                 parts.append("</article>")
                 article = False
-            title = inline(heading[2], link)
-            if level == 3:
-                parts.append(f'<article id="{name}"><h4>{title} <a class="here" href="#{name}" '
-                             f'aria-label="link to {name}">#</a></h4>')
-                article = True
-            else:
-                parts.append(f'<h{level + 1} id="{name}">{title}</h{level + 1}>')
-        elif image:
-            parts.append(picture(image[2], image[1]))
-        elif block.startswith("```"):
-            language, code = block.removesuffix("```")[3:].rstrip("\n").split("\n", 1)
-            if language == "console":
-                parts += map(command, code.split("\n"))
-                continue
-            about = re.fullmatch(r"<p><strong>(\w+):</strong>.*", parts[-1])
-            css = f' class="{about[1].lower()}"' if about else ""
-            lines = "\n".join(colour(code, language))
-            parts.append(f'<pre{css} tabindex="0"><code>{lines}</code></pre>')
-        elif block.startswith("- "):
-            items = (inline(_one_line(item[2:]), link) for item in re.split(r"\n(?=- )", block))
-            parts.append("<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>")
-        elif block.startswith("**Beside:**"):  # for the comparison, not for the reader
-            continue
-        else:
-            parts.append(f"<p>{inline(_one_line(block), link)}</p>")
+            here = f' <a class="here" href="#{name}" aria-label="link to {name}">#</a>' if level == 3 else ""
+            title = _inline(markdown, tokens[number + 1], link) + here
+            parts.append(f'<article id="{name}"><h4>{title}</h4>' if level == 3 else
+                         f'<h{level + 1} id="{name}">{title}</h{level + 1}>')
+            article = article or level == 3
+        elif token.type == "fence" and token.info == "console":
+            parts += map(command, token.content.rstrip("\n").split("\n"))
+        elif token.type == "fence":
+            lines = "\n".join(colour(token.content.rstrip("\n"), token.info or "text"))
+            parts.append(f'<pre{about} tabindex="0"><code>{lines}</code></pre>')
+        elif token.type == "inline" and tokens[number - 1].type != "heading_open":
+            image = (token.children or [token])[0]
+            field = re.match(r"\*\*(\w+):\*\*", token.content)
+            about = f' class="{field[1].lower()}"' if field else ""
+            if image.type == "image" and len(token.children or []) == 1:
+                parts.append(picture(str(image.attrs["src"]), image.content))
+            elif not token.content.startswith("**Beside:**"):  # that is for the comparison
+                inner = _inline(markdown, token, link)
+                before = tokens[number - 1]
+                parts.append(f"<p>{inner}</p>" if before.type == "paragraph_open" and not before.hidden else inner)
+        elif not token.type.startswith(("heading", "paragraph", "inline")):
+            parts.append(markdown.renderer.render([token], markdown.options, {}).strip())
     return "\n".join(parts + ["</article>"] * article)
 
 
-def command(line):
+def _markdown() -> MarkdownIt:
+    return MarkdownIt("commonmark").enable("table")
+
+
+def _inline(markdown: MarkdownIt, token: Token, link: Callable[[str], str]) -> str:
+    for child in token.children or []:
+        if child.type == "link_open":
+            target = link(str(child.attrs["href"]))
+            child.attrs = {"href": target} | ({"rel": "noreferrer"} if target.startswith("http") else {})
+        elif child.type == "softbreak":
+            child.type, child.content = "text", " "
+    return markdown.renderer.render([token], markdown.options, {})
+
+
+def command(line: str) -> str:
     """Return a command with a button that copies it."""
     line = html.escape(line)
     return (f'<div class="command"><code tabindex="0">{line}</code><button type="button" class="copy" '
             f'data-copy="{line}" aria-label="copy the command">copy</button></div>')
-
-
-def _one_line(text):
-    return " ".join(text.split())

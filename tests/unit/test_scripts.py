@@ -173,7 +173,7 @@ def test_a_process_cannot_have_more_micro_batches_than_samples(script, monkeypat
     """Of a batch of four two processes have two samples each: a third micro-batch would be empty, and its loss nan."""
     module, args = script("train_grad_accum", "--accum-steps", "3")
     monkeypatch.setattr(module.reduce, "exact_share", lambda batch_size, world_size: batch_size // 2)
-    with pytest.raises(errors.UsageError, match="--accum-steps 3: only 2 samples a process"):
+    with pytest.raises(errors.UsageError, match="--accum-steps 3 > 2 samples per process"):
         module.main(args)
 
 
