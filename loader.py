@@ -1,11 +1,11 @@
-"""Read pairs of images (a blurry photo, its sharp original) with torch's DataLoader: files in, batches out.
+"""Read pairs of images (a blurry photo and its sharp original) with torch's DataLoader.
 
     python loader.py
     python loader.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
 
-DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png; without one, a small set is made in the folder data.
-In a training script, after init_process_group if there is one:
+DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png; without DATA, the script makes a small set in ./data.
+In a training script, call it after init_process_group:
 
     loader = build_loader(args)
     for epoch in range(1, args.epochs + 1):
@@ -27,28 +27,28 @@ from tqdm import tqdm
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: made once)")
-    parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read, and how")
+    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: a small set)")
+    parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
     parser.add_argument("--img-dir", default="img", help="the folder of the images in a split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of their targets")
-    parser.add_argument("--resize", type=cli.count, default=256, help="of the shorter side; 0: as it is")
-    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels, of either side")
-    parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="over ALL processes")
-    parser.add_argument("--workers", type=cli.count, help="processes that read (default: from the cores)")
+    parser.add_argument("--resize", type=cli.count, default=256, help="pixels of the shorter side; 0: keep")
+    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels of each side")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
+    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the cores)")
     parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
-    parser.add_argument("--seed", type=cli.count, default=1234, help="of order, crops and flips")
+    parser.add_argument("--seed", type=cli.count, default=1234, help="for order, crops and flips")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--preview", metavar="PNG", help="write the first pairs here, to look at")
-    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
+    parser.add_argument("--preview", metavar="PNG", help="write the first pairs to this picture")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
     return parser.parse_args()
 
 
 class PairDataset:
-    """Pairs, decoded and cut when they are read: `uint8` (2, N, 3, crop, crop), images, then targets."""
+    """Pairs, decoded and cropped on access: `uint8` (2, N, 3, crop, crop), images first, then targets."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts = pair_list, cuts
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs, and see it
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs
 
     def __len__(self):
         return len(self.pair_list)
@@ -78,7 +78,7 @@ class PairDataset:
 class PairLoader:
     """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
 
-    Every pass is the next epoch, with an order and crops of its own.
+    Each pass is the next epoch and has its own order and crops.
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
@@ -91,7 +91,7 @@ class PairLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch):
-        """Choose the epoch of the next pass, as a resumed run must; the one after it follows by itself."""
+        """Set the epoch of the next pass, for a resumed run; later passes count on from it."""
         self.epoch = epoch
 
     def __iter__(self):
@@ -109,9 +109,9 @@ class PairLoader:
 def build_loader(args):
     """Return an iterable of batches `(images, targets)`, with a length: this process's share of the pairs.
 
-    On "train" each epoch has another order, and leaves out the pairs that do not fill a last batch, other
-    ones each time. On "test" each pair is read once, by one process, and the last batch may be short.
-    Raises UsageError for pairs that do not match, and ProcessError when a file that it reads cannot be used.
+    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair once, on one
+    process; the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError for a
+    file that cannot be read.
     """
     device = devices.select_device(args.device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)

@@ -1,11 +1,11 @@
-"""Read pairs of images with NVIDIA DALI, which decodes on a GPU if there is one: the batches of loader.py.
+"""Read the pairs of images of loader.py with NVIDIA DALI, which decodes on a GPU if there is one.
 
     pip install -r requirements-dali.txt
     python loader_DALI.py
     python loader_DALI.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
 
-Pairs, order, crops and flips are those of loader.py; on a CPU a pixel differs by one level of 255 at most.
+Pairs, order, crops and flips are those of loader.py. On a CPU, pixels differ by at most one level of 255.
 
 Parent: loader.py
 """
@@ -40,27 +40,27 @@ except ImportError as error:
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: made once)")
-    parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read, and how")
+    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: a small set)")
+    parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
     parser.add_argument("--img-dir", default="img", help="the folder of the images in a split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of their targets")
-    parser.add_argument("--resize", type=cli.count, default=256, help="of the shorter side; 0: as it is")
-    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels, of either side")
-    parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="over ALL processes")
-    parser.add_argument("--workers", type=cli.count, help="processes that read (default: from the cores)")
+    parser.add_argument("--resize", type=cli.count, default=256, help="pixels of the shorter side; 0: keep")
+    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels of each side")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
+    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the cores)")
     parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
-    parser.add_argument("--seed", type=cli.count, default=1234, help="of order, crops and flips")
+    parser.add_argument("--seed", type=cli.count, default=1234, help="for order, crops and flips")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--preview", metavar="PNG", help="write the first pairs here, to look at")
-    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
+    parser.add_argument("--preview", metavar="PNG", help="write the first pairs to this picture")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
     return parser.parse_args()
 
 
 # new # DALI: it asks for batches by number, so any worker can answer in any order
 class PairSource:
-    """This process's share of the pairs, batch by batch: encoded files, and where in them the crop is.
+    """This process's share of the pairs, batch by batch: encoded files and the position of the crop in each.
 
-    An epoch ends with StopIteration, and the next one has an order and crops of its own.
+    StopIteration ends an epoch. Each epoch has its own order and crops.
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, batches, first_epoch):
@@ -76,7 +76,7 @@ class PairSource:
         return [list(column) for column in zip(*samples, strict=True)]
 
     def indices(self, epoch, iteration):
-        """Return which pairs make up a batch."""
+        """Return the indices of the pairs in a batch."""
         if self.order is None or self.order[0] != epoch:
             if isinstance(self.sampler, DistributedSampler):
                 self.sampler.set_epoch(epoch)
@@ -84,7 +84,7 @@ class PairSource:
         return self.order[1][iteration * self.batch_size:][:self.batch_size]
 
     def read(self, epoch, index):
-        """Return two encoded files, the region of them to decode, and the crop as a window of the region."""
+        """Return two encoded files, the region to decode, and the crop relative to the region."""
         paths = self.pair_list[index]
         files, sizes = zip(*map(pairs.read_encoded, paths), strict=True)
         cut = self.cuts.choose(epoch, index, paths, sizes)
@@ -120,7 +120,7 @@ def pair_pipeline(source, crop, on_gpu, workers):
 class PairLoader:
     """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
 
-    Every pass is the next epoch, with an order and crops of its own.
+    Each pass is the next epoch and has its own order and crops.
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
@@ -136,7 +136,7 @@ class PairLoader:
         return self.batches
 
     def set_epoch(self, epoch):
-        """Choose the epoch of the next pass, as a resumed run must; the one after it follows by itself."""
+        """Set the epoch of the next pass, for a resumed run; later passes count on from it."""
         self.epoch = epoch
 
     def __iter__(self):
@@ -183,9 +183,9 @@ class PairLoader:
 def build_loader(args):
     """Return an iterable of batches `(images, targets)`, with a length: this process's share of the pairs.
 
-    On "train" each epoch has another order, and leaves out the pairs that do not fill a last batch, other
-    ones each time. On "test" each pair is read once, by one process, and the last batch may be short.
-    Raises UsageError for pairs that do not match, and ProcessError when a file that it reads cannot be used.
+    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair once, on one
+    process; the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError for a
+    file that cannot be read.
     """
     device = devices.select_device(args.device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)

@@ -1,12 +1,12 @@
-"""Train for longer than the machines last: snapshots within an epoch, a graceful stop on a signal, restarts.
+"""Train through interruptions: snapshots within an epoch, a graceful stop on a signal, restarts.
 
     torchrun --nproc-per-node=gpu --max-restarts=3 train_elastic.py --resume auto
     torchrun --nnodes=1:2 --nproc-per-node=gpu --max-restarts=3 --rdzv-id=1 --rdzv-backend=c10d \
         --rdzv-endpoint=HOST1:29400 train_elastic.py --resume auto
     sbatch launch/elastic.sbatch
 
-SIGTERM and SIGUSR1 end it with exit code 85 after a snapshot; the same command resumes
-there and reaches bit-identical weights; on another number of processes they differ only by rounding.
+On SIGTERM or SIGUSR1 it saves a snapshot and exits with code 85. The same command resumes there and
+reaches bit-identical weights. With another number of processes, the weights differ only by rounding.
 
 Parent: train_DDP.py
 """
@@ -41,36 +41,36 @@ from tqdm import tqdm
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to learn")
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="the data set")
     parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
     parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
-    parser.add_argument("--weights", metavar="PATH", help="start from the tensors of this file that fit")
-    parser.add_argument("--freeze-layers", action="store_true", help="train the classifier alone")
+    parser.add_argument("--weights", metavar="PATH", help="load the tensors of this file that fit")
+    parser.add_argument("--freeze-layers", action="store_true", help="train only the classifier")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
-    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for a batch of 128; scales with it")
-    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="last rate, as a fraction of --lr")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="per batch of 128; scales with it")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
-    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run; slower")
-    parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
-    parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
-    parser.add_argument("--evaluate", action="store_true", help="only measure what was loaded")
+    parser.add_argument("--deterministic", action="store_true", help="identical bits in every run; slower")
+    parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
+    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt of --output-dir")
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
-    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth epoch; 0: none")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="keep one every N epochs; 0: never")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes' samples (GPU)")
-    parser.add_argument("--backend", help="nccl, gloo, ... (default: by device, nccl on CUDA, gloo on CPU)")
-    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for a process")
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU)")
+    parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
+    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for its peers")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
-    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
     # new # elastic
-    parser.add_argument("--snapshot-every", type=cli.positive_int, default=100, help="steps per snapshot")
+    parser.add_argument("--snapshot-every", type=cli.positive_int, default=100, help="N: one every N steps")
 
     return parser.parse_args()
 
@@ -104,7 +104,7 @@ def evaluate(model, loader, normalize, device):
 
 
 def open_log(args, start_epoch, headline):
-    """Print what this run is, note its arguments in TensorBoard, and return TensorBoard's writer."""
+    """Print the headline, log the arguments to TensorBoard, and return its writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))

@@ -1,4 +1,4 @@
-"""Train on several devices, one process for each, without a launcher: the script starts them itself.
+"""Train with one process per device and no launcher: the script starts the processes itself.
 
     python train_mp.py
     python train_mp.py --nprocs 4 --dataset cifar100 --model resnet18 --batch-size 512
@@ -35,40 +35,40 @@ from tqdm import tqdm
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to learn")
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="the data set")
     parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
     parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
-    parser.add_argument("--weights", metavar="PATH", help="start from the tensors of this file that fit")
-    parser.add_argument("--freeze-layers", action="store_true", help="train the classifier alone")
+    parser.add_argument("--weights", metavar="PATH", help="load the tensors of this file that fit")
+    parser.add_argument("--freeze-layers", action="store_true", help="train only the classifier")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
-    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for a batch of 128; scales with it")
-    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="last rate, as a fraction of --lr")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="per batch of 128; scales with it")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
-    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not of biases")
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: by data and cores)")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run; slower")
-    parser.add_argument("--seed", type=cli.count, default=0, help="of weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard's events")
-    parser.add_argument("--resume", metavar="PATH", help="a checkpoint; auto: the output's last.pt, if any")
-    parser.add_argument("--evaluate", action="store_true", help="only measure what was loaded")
+    parser.add_argument("--deterministic", action="store_true", help="identical bits in every run; slower")
+    parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
+    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt of --output-dir")
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
-    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth epoch; 0: none")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="keep one every N epochs; 0: never")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes' samples (GPU)")
-    parser.add_argument("--backend", help="nccl, gloo, ... (default: by device, nccl on CUDA, gloo on CPU)")
-    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for a process")
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU)")
+    parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
+    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for its peers")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
-    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="for old launchers")
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
     # new # mp: the arguments of a launcher
-    parser.add_argument("--nprocs", type=cli.positive_int, help="processes here (default: devices, or 2)")
+    parser.add_argument("--nprocs", type=cli.positive_int, help="on this host (default: devices, or 2)")
     parser.add_argument("--nnodes", type=cli.positive_int, default=1, help="number of hosts")
-    parser.add_argument("--node-rank", type=cli.count, default=0, help="of this host, from 0")
-    parser.add_argument("--ip", default="127.0.0.1", help="the address of host 0, or its name")
-    parser.add_argument("--port", type=cli.port_number, default=0, help="on host 0 (default: a free one)")
+    parser.add_argument("--node-rank", type=cli.count, default=0, help="number of this host, from 0")
+    parser.add_argument("--ip", default="127.0.0.1", help="address or name of host 0")
+    parser.add_argument("--port", type=cli.port_number, default=0, help="on host 0 (default: a free port)")
 
     return parser.parse_args()
 
@@ -94,7 +94,7 @@ def evaluate(model, loader, normalize, device):
 
 
 def open_log(args, start_epoch, headline):
-    """Print what this run is, note its arguments in TensorBoard, and return TensorBoard's writer."""
+    """Print the headline, log the arguments to TensorBoard, and return its writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
