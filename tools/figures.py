@@ -252,10 +252,44 @@ def shares():
     return drawing
 
 
+def which_script():
+    questions = [
+        ("Do you only need to load pairs of images?", None),
+        ("Is one device enough?", "train.py"),
+        ("Is this a quick try with a second GPU?", "train_DP.py"),
+        ("Do you start it from an IDE or a debugger?", "train_mp.py"),
+        ("Is the batch too large for memory?", "train_grad_accum.py"),
+        ("Can the job be stopped before it ends?", "train_elastic.py"),
+        ("Is 16-bit arithmetic fast on your device?", "train_amp.py"),
+    ]
+    drawing = Drawing(515)
+    y = 12
+    for question, script in questions:
+        drawing.box(15, y, 320, 34)
+        drawing.text(175, y + 22, question)
+        drawing.arrow(335, y + 17, 455, y + 17)
+        drawing.text(390, y + 11, "yes", "t small")
+        drawing.box(457, y, 248, 34, css=f"fill {COLOURS[0]}" if script else "box")
+        drawing.text(581, y + 22, script or "Does the GPU wait for the CPU?", "on" if script else "t")
+        if not script:
+            for x, answer, loader in ((507, "no", "loader.py"), (634, "yes", "loader_DALI.py")):
+                drawing.arrow(x, y + 34, x, y + 62)
+                drawing.text(x + 10, y + 53, answer, "t small", "start")
+                drawing.box(x - len(loader) * 5, y + 64, len(loader) * 10, 34, f"fill {COLOURS[1]}")
+                drawing.text(x, y + 86, loader, "on")
+        down = 116 if not script else 58
+        drawing.arrow(175, y + 34, 175, y + down - 2)
+        drawing.text(187, y + down // 2 + 22, "no", "t small", "start")
+        y += down
+    drawing.box(15, y - 1, 320, 30, f"fill {COLOURS[0]}")
+    drawing.text(175, y + 19, "train_DDP.py", "on")
+    return drawing
+
+
 def drawings():
     """Return the text of every picture by its name."""
-    made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares]
-    return {drawing.__name__: drawing().svg() for drawing in made}
+    made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares, which_script]
+    return {drawing.__name__.replace("_", "-"): drawing().svg() for drawing in made}
 
 
 if __name__ == "__main__":
