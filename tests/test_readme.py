@@ -1,4 +1,4 @@
-"""README.md says what is so: its blocks stand in the scripts, its numbers are counted, its options exist."""
+"""README.md and docs/scripts.md: their excerpts, line counts and options are those of the scripts."""
 import os
 import re
 import shlex
@@ -9,11 +9,12 @@ import pytest
 from conftest import PYTHON, ROOT, good, run
 
 README = (ROOT / "README.md").read_text()
+EXCERPTS = (ROOT / "docs/scripts.md").read_text()
 
 
 def test_the_blocks_stand_in_the_scripts():
-    blocks = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", README, re.S)
-    assert len(blocks) >= 6 and README.count("```python") == len(blocks)
+    blocks = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", EXCERPTS, re.S)
+    assert len(blocks) >= 6 and (README + EXCERPTS).count("```python") == len(blocks)
     for script, block in blocks:
         assert block in (ROOT / script).read_text(), f"{script}:\n{block}"
 
@@ -40,7 +41,7 @@ def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
 @pytest.mark.drill
 def test_every_option_in_the_readme_and_the_docstrings_exists():
     """Each script's --help is asked once, and also shows that it starts without a device or data."""
-    texts = README + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
+    texts = README + EXCERPTS + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         helps = dict(zip(markers.scripts(), pool.map(lambda path: run(PYTHON, path.name, "--help"), markers.scripts())))
     for path in markers.scripts():

@@ -1,6 +1,6 @@
-"""Draw the pictures of how-it-works.md: `python tools/figures.py` writes docs/figures/*.svg.
+"""Draw the figures of README.md and how-it-works.md: `python tools/figures.py` writes docs/figures/*.svg.
 
-Each can be read in a light and in a dark theme: as a file by the reader's system, on the page by its choice.
+Each figure has a light and a dark theme. A file follows the reader's system, and the page its own theme button.
 """
 import html
 import math
@@ -20,7 +20,7 @@ COLOURS = ["blue", "orange", "green", "purple"]  # of the processes, by rank
 
 
 class Drawing:
-    """An SVG picture, 720 wide, in the colours of the theme."""
+    """An SVG figure, 720 pixels wide, in the colors of the theme."""
 
     def __init__(self, height):
         self.height, self.parts = height, []
@@ -41,7 +41,7 @@ class Drawing:
         self.shape("polyline", points=" ".join(f"{x:g},{y:g}" for x, y in points), class_=css)
 
     def arrow(self, x, y, x_end, y_end, css="line"):
-        """Draw an arrow; its head takes the colour of the line."""
+        """Draw an arrow whose head has the color of its line."""
         angle = math.atan2(y_end - y, x_end - x)
         head = [(x_end - 10 * math.cos(angle + turn), y_end - 10 * math.sin(angle + turn))
                 for turn in (.4, -.4)]
@@ -84,7 +84,7 @@ def ranks():
             drawing.text(left + 77, 116, f"local rank {local}", "on")
             drawing.box(left, 140, 154, 32)
             drawing.text(left + 77, 161, f"device {local}")
-    drawing.text(360, 206, "world size 4: the processes of one launch, on all nodes", "t small")
+    drawing.text(360, 206, "world size 4: all processes of the launch, on all nodes", "t small")
     return drawing
 
 
@@ -127,11 +127,11 @@ def ring():
     drawing.text(359, 204, "c", "t strong")
     drawing.arrow(158, 182, 158, 92, "purple")
     drawing.text(144, 140, "d", "t strong")
-    drawing.text(360, 128, "N − 1 steps add what arrives,", "t small")
-    drawing.text(360, 146, "N − 1 steps pass on what is complete;", "t small")
-    drawing.text(360, 164, "in each, every process sends 1/N", "t small")
-    drawing.text(360, 278, "together 2 (N − 1)/N of the gradients' bytes per process: "
-                           "less than twice, whatever N is")
+    drawing.text(360, 128, "N − 1 steps add what arrives.", "t small")
+    drawing.text(360, 146, "N − 1 steps pass on the sums.", "t small")
+    drawing.text(360, 164, "Each process sends 1/N per step.", "t small")
+    drawing.text(360, 278, "Each process sends 2 (N − 1)/N times the gradients' bytes: "
+                           "less than twice for any N.")
     return drawing
 
 
@@ -142,13 +142,13 @@ def average():
     for rank, (dx, dy) in enumerate(vectors):
         drawing.arrow(*start, start[0] + dx, start[1] + dy, COLOURS[rank])
         drawing.text(start[0] + dx + 8, start[1] + dy + 2, f"rank {rank}", f"t {COLOURS[rank]}", "start")
-    drawing.text(60, 232, "the gradients of 16 samples each", "t small", "start")
+    drawing.text(60, 232, "gradients of 16 samples each", "t small", "start")
     mean = [sum(part) / 4 for part in zip(*vectors, strict=True)]
     drawing.arrow(345, 130, 425, 130, "line bold")
     drawing.text(385, 118, "mean", "t strong")
     drawing.arrow(470, 200, 470 + mean[0], 200 + mean[1], "line bold")
-    drawing.text(470 + mean[0], 185 + mean[1], "the same on all ranks", "t strong")
-    drawing.text(470, 232, "the gradient of all 64", "t small", "start")
+    drawing.text(470 + mean[0], 185 + mean[1], "same on all ranks", "t strong")
+    drawing.text(470, 232, "gradient of all 64 samples", "t small", "start")
     return drawing
 
 
@@ -168,8 +168,8 @@ def batchnorm():
             drawing.shape("circle", cx=f"{425 + 105 * value:.0f}", cy=y, r=5, class_=f"fill {colour}")
         mean = 425 + 105 * sum(value for value, _ in row) / len(row)
         drawing.line((mean, y - 15), (mean, y + 15), css="ink bold")
-    drawing.text(425, 254, "one channel's values, and the mean that is taken off: "
-                           "BatchNorm's per process, one for all", "t small")
+    drawing.text(425, 254, "Values of one channel and the mean that is subtracted. "
+                           "SyncBatchNorm uses one mean for all.", "t small")
     return drawing
 
 
@@ -196,8 +196,8 @@ def half():
         drawing.line(*curve, css=css)
     drawing.arrow(at(-30), 186, at(-14), 186, "orange")
     drawing.text(at(-56), 236, "gradients", "t orange", "end")
-    drawing.text(at(8), 236, "the same × 2¹⁶", "t orange", "start")
-    drawing.text(at(-27), 282, "left of the dashed line float16 has only 0", "t small")
+    drawing.text(at(8), 236, "gradients × 2¹⁶", "t orange", "start")
+    drawing.text(at(-27), 282, "Left of the dashed line, float16 rounds to 0.", "t small")
     return drawing
 
 
@@ -223,8 +223,8 @@ def accumulate():
     for process in range(2):
         row(26 + 34 * process, f"process {process}", {0, 1, 2, 3})
         row(136 + 34 * process, f"process {process}", {3})
-    drawing.text(110, 16, "without no_sync(): the gradients travel four times", "t small", "start")
-    drawing.text(110, 126, "with no_sync() around all but the last: once, with what has added up", "t small",
+    drawing.text(110, 16, "without no_sync(): DDP sends the gradients four times", "t small", "start")
+    drawing.text(110, 126, "no_sync() around all but the last: DDP sends the accumulated gradients once", "t small",
                  "start")
     drawing.text(110, 228, "⇄ all-reduce", "t orange", "start")
     return drawing
@@ -247,15 +247,49 @@ def shares():
                 drawing.box(180 + 44 * place, y, 40, 36, "open faint", 4)
                 drawing.text(200 + 44 * place, y + 24, str(order[place]), "t faint")
     drawing.text(642, 20, "repeated", "t small")
-    drawing.text(592, 82, "left out", "t small")
-    drawing.text(180, 212, "a colour is a process", "t small", "start")
+    drawing.text(592, 82, "dropped", "t small")
+    drawing.text(180, 212, "One color per process.", "t small", "start")
+    return drawing
+
+
+def which_script():
+    questions = [
+        ("Do you only need to load pairs of images?", None),
+        ("Is one device enough?", "train.py"),
+        ("Is this a quick try with a second GPU?", "train_DP.py"),
+        ("Do you start it from an IDE or a debugger?", "train_mp.py"),
+        ("Is the batch too large for memory?", "train_grad_accum.py"),
+        ("Can the job be stopped before it ends?", "train_elastic.py"),
+        ("Is 16-bit arithmetic fast on your device?", "train_amp.py"),
+    ]
+    drawing = Drawing(515)
+    y = 12
+    for question, script in questions:
+        drawing.box(15, y, 320, 34)
+        drawing.text(175, y + 22, question)
+        drawing.arrow(335, y + 17, 455, y + 17)
+        drawing.text(390, y + 11, "yes", "t small")
+        drawing.box(457, y, 248, 34, css=f"fill {COLOURS[0]}" if script else "box")
+        drawing.text(581, y + 22, script or "Does the GPU wait for the CPU?", "on" if script else "t")
+        if not script:
+            for x, answer, loader in ((507, "no", "loader.py"), (634, "yes", "loader_DALI.py")):
+                drawing.arrow(x, y + 34, x, y + 62)
+                drawing.text(x + 10, y + 53, answer, "t small", "start")
+                drawing.box(x - len(loader) * 5, y + 64, len(loader) * 10, 34, f"fill {COLOURS[1]}")
+                drawing.text(x, y + 86, loader, "on")
+        down = 116 if not script else 58
+        drawing.arrow(175, y + 34, 175, y + down - 2)
+        drawing.text(187, y + down // 2 + 22, "no", "t small", "start")
+        y += down
+    drawing.box(15, y - 1, 320, 30, f"fill {COLOURS[0]}")
+    drawing.text(175, y + 19, "train_DDP.py", "on")
     return drawing
 
 
 def drawings():
-    """Return the text of every picture by its name."""
-    made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares]
-    return {drawing.__name__: drawing().svg() for drawing in made}
+    """Return the SVG text of every figure by name."""
+    made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares, which_script]
+    return {drawing.__name__.replace("_", "-"): drawing().svg() for drawing in made}
 
 
 if __name__ == "__main__":
