@@ -7,25 +7,24 @@ import socket
 import sys
 import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 import torch
 
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 LOCK_SECONDS = 100  # an NFSv4 server drops the locks of a crashed host when its lease ends; on Linux that is 90 s
 
-_locks = []  # open as long as the process lives
+_locks: list[TextIO] = []  # open as long as the process lives
 
 
-def make_folder(path, lock=True):
+def make_folder(path: str | Path, lock: bool = True) -> Path:
     """Make the folder `path` for a run's output if it is not there, and return it; UsageError where it cannot be.
 
     With `lock` the main process locks it until that process exits, for any reason: another run's main process is
@@ -35,15 +34,17 @@ def make_folder(path, lock=True):
         Path(path).mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise UsageError(f"--output-dir {path}: not writable")
-        if lock and fcntl and is_main_process():
+        if lock and is_main_process():
             _locks.append(_lock(path, open(Path(path, ".lock"), "a+")))
     except OSError as error:
         raise UsageError(f"--output-dir {path}: {reason(error)}") from None
     return Path(path)
 
 
-def _lock(path, file):
+def _lock(path: str | Path, file: TextIO) -> TextIO:
     """Lock the `file` of the folder `path` and return it; warn where the file system has no locks."""
+    if sys.platform == "win32":  # has no such locks
+        return file
     end = time.monotonic() + LOCK_SECONDS
     waiting = False
     while True:
@@ -72,7 +73,7 @@ def _lock(path, file):
     return file
 
 
-def _kernel():
+def _kernel() -> str:
     """Return what names this start of this machine: on one machine a lock is held by a process that lives."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -80,7 +81,7 @@ def _kernel():
         return socket.gethostname()
 
 
-def save_checkpoint(path, state, **values):
+def save_checkpoint(path: str | Path, state: dict[str, Any], **values: Any) -> None:
     """Write the `state_dict()` of every object in `state`, and `values` as they are, to `path`, whole or not at all.
 
     The file is written under another name, forced to disk, then renamed: a crash leaves the old one or the new one.
@@ -93,26 +94,27 @@ def save_checkpoint(path, state, **values):
 class BackgroundWriter:
     """Saves checkpoints while training goes on: one at a time, in the order of the calls."""
 
-    def __init__(self):
-        self.pool, self.writing = ThreadPoolExecutor(1), None
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.writing: Future[None] | None = None
 
-    def save(self, path, state, **values):
+    def save(self, path: str | Path, state: dict[str, Any], **values: Any) -> None:
         """Copy `state` and `values` now, then write them as `save_checkpoint` does; waits for the save before."""
         self.wait()
         content = _copy(_content(state, values))
         self.writing = self.pool.submit(_write, Path(path), content)
 
-    def wait(self):
+    def wait(self) -> None:
         """Return when the last save is on disk; raises ProcessError if it failed."""
         if self.writing:
             self.writing.result()
 
 
-def _content(state, values):
+def _content(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return {name: part.state_dict() for name, part in state.items()} | values
 
 
-def _copy(value):
+def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -120,7 +122,7 @@ def _copy(value):
     return type(value)(map(_copy, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _write(path, content):
+def _write(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -139,7 +141,7 @@ def _write(path, content):
         os.close(directory)
 
 
-def load_file(option, path):
+def load_file(option: str, path: str | Path) -> dict[str, Any]:
     """Return what `torch.save` wrote to `path`, on the CPU: tensors and plain values only, no code is run.
 
     The file is mapped, not read: the processes of a host share its pages, where each would have a copy in memory
@@ -163,7 +165,8 @@ def load_file(option, path):
     return content
 
 
-def resume(path, output_dir, state, progress=None):
+def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any],
+           progress: dict[str, Any] | None = None) -> tuple[int, float]:
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
 
     `path` is a file, None for nothing to resume, or "auto" for `last.pt` in `output_dir` if it is there. A checkpoint
@@ -181,7 +184,7 @@ def resume(path, output_dir, state, progress=None):
     return found
 
 
-def _restore(path, state, progress):
+def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] | None) -> tuple[int, float]:
     checkpoint = load_file("--resume", path)
     for name in [*state, "epoch", "accuracy", "best_accuracy"]:
         if name not in checkpoint and name != "scaler":
@@ -210,9 +213,9 @@ def _restore(path, state, progress):
     return checkpoint["epoch"] + 1, checkpoint["best_accuracy"]
 
 
-def _keep_settings(state, settings):
+def _keep_settings(state: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
     """Give a restored optimizer the `settings` it had before; return what that changes, ["lr from 0.1 to 0.2"]."""
-    groups, scheduler = state["optimizer"].param_groups, state.get("scheduler")
+    groups, scheduler = state["optimizer"].param_groups, cast(Any, state.get("scheduler"))
     restored = [group.copy() for group in groups]
     for group, old, new in zip(groups, restored, settings):
         group.update((name, value) for name, value in new.items() if name not in ("params", "lr"))

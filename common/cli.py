@@ -1,6 +1,8 @@
 """The command line: arguments that are checked, and a parser that says what is wrong in one line."""
 import argparse
 import math
+from collections.abc import Callable
+from typing import NoReturn
 
 from .errors import UsageError
 
@@ -8,21 +10,22 @@ from .errors import UsageError
 class ArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that says what is wrong in one line, shows defaults, and takes no abbreviations."""
 
-    def __init__(self, description):
+    def __init__(self, description: str) -> None:
         super().__init__(description=description.strip(), allow_abbrev=False, formatter_class=_HelpFormatter)
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see --help)")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action):
-        shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in action.help
-        return action.help + " (default: %(default)s)" if shown else action.help
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in text
+        return text + " (default: %(default)s)" if shown else text
 
 
-def _number(convert, holds, wanted):
-    def parse(text):
+def _number(convert: Callable[[str], float], holds: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
         try:
             value = convert(text)
         except ValueError:

@@ -7,27 +7,31 @@ the worker that reads it: any number of processes trains on the same images.
 """
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.error import URLError
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from torch import nn
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
 
 from .errors import UsageError, reason
 from .launch import cores_per_process
 from .reduce import is_main_process
 from .signals import tie_worker
 
+T = TypeVar("T")
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
 PINNED = ("cuda", "xpu")  # devices that copy from pinned memory
 SPLIT_SEED = 0  # of the train/val split where a set has none: every run, whatever its --seed, has the same one
 
 # per channel, of pixels scaled to [0, 1], over each training set; ImageNet's for folders of photos
-GREY = {"digits": (0.3058, 0.3250), "mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
-COLOUR = {
+GREY: dict[str, tuple] = {"digits": (0.3058, 0.3250), "mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
+COLOUR: dict[str, tuple] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -35,7 +39,8 @@ COLOUR = {
 }
 
 
-def create_datasets(name, path, seed, output_dir):
+def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Path
+                    ) -> "tuple[ArrayDataset, ArrayDataset] | tuple[FolderDataset, FolderDataset]":
     """Return the training and the validation set of `name`, one of DATASETS.
 
     `path` is where torchvision's sets are, or are downloaded to by one process while the others wait; for "folder"
@@ -60,7 +65,7 @@ class ArrayDataset:
     (He et al. 2015, arXiv:1512.03385, section 4.2).
     """
 
-    def __init__(self, name, images, labels, seed, augment=False):
+    def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:
         self.images, self.labels = images, labels
         self.seed, self.augment = seed, augment
         self.num_classes = 100 if name in ("cifar100", "fake") else 10
@@ -68,21 +73,21 @@ class ArrayDataset:
         self.mean, self.std = COLOUR.get(name) or GREY[name]
         self.most_workers = 2 if augment else 0  # a core gathers 500,000 images/s, augments 65,000; sending is slower
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers live through all epochs and see it
-        self.draws = None
+        self.draws: tuple[int, tuple[Tensor, Tensor]] | None = None
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.images)
 
-    def set_epoch(self, epoch):
+    def set_epoch(self, epoch: int) -> None:
         """Choose the augmentation of this epoch; call it before the loader's workers start on the epoch."""
         self.epoch.fill_(epoch)
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         indices = torch.as_tensor(indices)
         images = self.images[indices]
         return self._augmented(images, indices) if self.augment else images, self.labels[indices]
 
-    def _augmented(self, images, indices):
+    def _augmented(self, images: Tensor, indices: Tensor) -> Tensor:
         epoch = int(self.epoch)
         if self.draws is None or self.draws[0] != epoch:  # one table for the whole set: 50,000 draws take 1 ms
             generator = torch.Generator().manual_seed(mix(self.seed, epoch))
@@ -106,7 +111,7 @@ class FolderDataset:
     mean, std = COLOUR["folder"]
     image_shape = (3, 224, 224)
 
-    def __init__(self, samples, num_classes, seed, augment=False):
+    def __init__(self, samples: list[tuple[str, int]], num_classes: int, seed: int, augment: bool = False) -> None:
         self.samples, self.num_classes = samples, num_classes
         self.seed, self.augment = seed, augment
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -115,18 +120,18 @@ class FolderDataset:
         self.transform = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()] if augment else
                                     [v2.Resize(256), v2.CenterCrop(224)])
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.samples)
 
-    def set_epoch(self, epoch):
+    def set_epoch(self, epoch: int) -> None:
         """Choose the augmentation of this epoch; call it before the loader's workers start on the epoch."""
         self.epoch.fill_(epoch)
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([self._read(index) for index in indices])
         return images, torch.tensor([self.samples[index][1] for index in indices])
 
-    def _read(self, index):
+    def _read(self, index: int) -> Tensor:
         from .images import decode
 
         image = decode(self.samples[index][0])
@@ -138,22 +143,25 @@ class FolderDataset:
 class Normalize(nn.Module):
     """Bytes (N, C, H, W) to floats of mean 0 and standard deviation 1 per channel, on the device that they are on."""
 
-    def __init__(self, dataset):
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, dataset: ArrayDataset | FolderDataset) -> None:
         super().__init__()
         mean, std = (torch.tensor(value).reshape(1, -1, 1, 1) for value in (dataset.mean, dataset.std))
         self.register_buffer("scale", 1 / (255 * std))
         self.register_buffer("shift", -mean / std)
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> Tensor:
         return torch.addcmul(self.shift, images.to(self.scale.dtype), self.scale)
 
 
-def whole_batch(batch):
+def whole_batch(batch: T) -> T:
     """Return a batch as `__getitems__` made it (a function with a name: a lambda does not reach a spawned worker)."""
     return batch
 
 
-def loader_options(workers, device, dataset):
+def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
     """Return the DataLoader arguments that all loaders of a script share.
 
     `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, at most
@@ -167,12 +175,12 @@ def loader_options(workers, device, dataset):
             "collate_fn": whole_batch, "worker_init_fn": tie_worker}
 
 
-def mix(*numbers):
+def mix(*numbers: int) -> int:
     """Return one 63-bit seed that depends on all the numbers and their order."""
     return random.Random(" ".join(map(str, numbers))).getrandbits(63)
 
 
-def _stratified_split(labels):
+def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of 80 % and of 20 % of the samples, in proportion within each class, the same in each run."""
     labels = np.asarray(labels)
     shuffled = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
@@ -181,7 +189,7 @@ def _stratified_split(labels):
     return np.setdiff1d(np.arange(len(labels)), val), np.sort(val)
 
 
-def _digits():
+def _digits() -> list[tuple[Tensor, Tensor]]:
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
     images = F.interpolate(images[:, None] * (255 / 16), size=28, mode="bilinear", align_corners=False)
@@ -189,13 +197,13 @@ def _digits():
     return [(images[part], labels[part]) for part in _stratified_split(labels)]
 
 
-def _fake(count, seed):
+def _fake(count: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return images, torch.randint(100, (count,), generator=generator)
 
 
-def _torchvision(name, path):
+def _torchvision(name: str, path: str | Path) -> list[tuple[Tensor, Tensor]]:
     import torchvision
 
     kind = {"mnist": torchvision.datasets.MNIST, "fashion-mnist": torchvision.datasets.FashionMNIST,
@@ -212,12 +220,12 @@ def _torchvision(name, path):
     return [(_channels_first(part.data), torch.as_tensor(part.targets)) for part in sets]
 
 
-def _channels_first(images):
+def _channels_first(images: ArrayLike) -> Tensor:
     images = torch.as_tensor(images)
     return images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
 
 
-def _folder(path, seed, output_dir):
+def _folder(path: Path, seed: int, output_dir: str | Path) -> tuple[FolderDataset, FolderDataset]:
     if not path.is_dir():
         raise UsageError(f"--data-path {path}: no such folder")
     split = (path / "train").is_dir() and (path / "val").is_dir()
@@ -241,11 +249,11 @@ def _folder(path, seed, output_dir):
     return FolderDataset(train, len(classes), seed, augment=True), FolderDataset(val, len(classes), seed)
 
 
-def _subfolders(path):
+def _subfolders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _samples(path, classes):
+def _samples(path: Path, classes: list[str]) -> list[tuple[str, int]]:
     from .images import EXTENSIONS, find_files
 
     samples = []

@@ -1,5 +1,7 @@
 """Devices: which one a process takes, and how torch is set up for them."""
 import os
+from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from . import launch
 from .errors import UsageError
 
 
-def select_device(name, local_rank=None):
+def select_device(name: str | None, local_rank: int | None = None) -> torch.device:
     """Return the `torch.device` called `name`; for None the accelerator if one is there, else the CPU.
 
     With `local_rank`, of a process in a group, it is this process's own device, and is made the current one, so that
@@ -20,21 +22,22 @@ def select_device(name, local_rank=None):
     return device
 
 
-def count_processes(name):
+def count_processes(name: str | None) -> int:
     """Return how many processes suit --device `name`: one for each device it names, or 2 on a CPU."""
     device = _choose(name, 0)
     return 2 if device.type == "cpu" else len(device_ids(torch.device(name or device.type)))
 
 
-def _choose(name, local_rank):
+def _choose(name: str | None, local_rank: int | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    group = {} if local_rank is None else {"local_rank": local_rank, "processes": launch.local_world_size(),
-                                           "in_groups": device_types_in_groups()}
+    group: dict[str, Any] = {} if local_rank is None else {
+        "local_rank": local_rank, "processes": launch.local_world_size(), "in_groups": device_types_in_groups()}
     count = torch.accelerator.device_count()
-    return torch.device(choose_device(name, accelerator and accelerator.type, count, **group))
+    return torch.device(choose_device(name, accelerator.type if accelerator else None, count, **group))
 
 
-def choose_device(name, accelerator, count, local_rank=None, processes=1, in_groups=()):
+def choose_device(name: str | None, accelerator: str | None, count: int, local_rank: int | None = None,
+                  processes: int = 1, in_groups: Collection[str] = ()) -> str:
     """Return the name of the device to use, such as "cpu", "cuda" or, for a process of a group, "cuda:1".
 
     `name` is --device or None; `accelerator` the machine's kind ("cuda", "mps", None) and `count` how many devices of
@@ -67,7 +70,7 @@ def choose_device(name, accelerator, count, local_rank=None, processes=1, in_gro
     return str(device)
 
 
-def device_types_in_groups():
+def device_types_in_groups() -> set[str]:
     """Return the types of device that torch.distributed has a default backend for that takes their tensors.
 
     That leaves out "mps": torch's default there is gloo, whose tensors are on "cpu" or "cuda"
@@ -77,20 +80,20 @@ def device_types_in_groups():
     return {device for device, backend in defaults.items() if device in takes.get(backend, [device])}
 
 
-def device_ids(device):
+def device_ids(device: torch.device) -> list[int]:
     """Return the indices of the devices that `device` ("cuda": all, "cuda:1": that one) names, [] for a CPU or MPS."""
     if device.type in ("cpu", "mps"):
         return []
     return list(range(torch.accelerator.device_count())) if device.index is None else [device.index]
 
 
-def identify(device):
+def identify(device: torch.device) -> str:
     """Return a text that is the same in two processes exactly where they use the same accelerator."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", device))
 
 
-def set_deterministic(wanted):
+def set_deterministic(wanted: bool) -> None:
     """If `wanted`, make a GPU compute the same bits in every run: slower, and an error where torch has no algorithm.
 
     As https://docs.pytorch.org/docs/stable/notes/randomness.html says: deterministic algorithms, no search for the
@@ -103,7 +106,7 @@ def set_deterministic(wanted):
     torch.backends.cudnn.benchmark = False
 
 
-def peak_memory(device):
+def peak_memory(device: torch.device) -> str:
     """Return "  N MiB", the most memory that tensors took on `device` so far; "" where no device counts it."""
     measure = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return f"  {measure(device) / 2**20:,.0f} MiB" if measure else ""

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -41,18 +42,18 @@ class ProcessError(RunError):
     """The run failed, for a reason that this process alone knows (a file it could not read); exit code 1."""
 
 
-def require_finite(value, what):
+def require_finite(value: float, what: str) -> None:
     """Raise RunError if a number that all processes hold alike, such as "epoch 1, step 2: the loss", is not finite."""
     if not math.isfinite(value):
         raise RunError(f"{what} is {value}; try a lower --lr")
 
 
-def reason(error):
+def reason(error: BaseException) -> str:
     """Return why an operation failed, in a few words: an OSError's own, or the first line of the message."""
     return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def explain(error):
+def explain(error: BaseException) -> str | None:
     """Return the one line (the whole message, for a lost connection) for an error that can be foreseen, else None."""
     text = str(error).strip()
     # an error of a loader's worker or of a replica arrives with its traceback; the last line is "Class: message"
@@ -72,14 +73,14 @@ def explain(error):
     return None
 
 
-def lost_the_others(error):
+def lost_the_others(error: BaseException) -> bool:
     """Return whether an error says that another process, or the way to it, is gone."""
     from_peers = isinstance(error, dist.DistError) or type(error) is RuntimeError and "gloo" in str(error)
     return from_peers and bool(PEER_LOST.search(str(error)))
 
 
 @contextlib.contextmanager
-def report_errors():
+def report_errors() -> Iterator[None]:
     """Where a script starts: set up how it ends, and end it with one line for every failure that can be foreseen.
 
     Of the processes of one launch, the one that knows the cause reports it: the main process if all processes know it,
@@ -96,8 +97,8 @@ def report_errors():
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would talk after the one line
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)
-    failed = []  # the exit code; registered first, so atexit calls this after all that the script registers
-    atexit.register(lambda: failed and _exit_at_once(failed[0]))
+    failed: list[int] = []  # the exit code; registered first, so atexit calls this after all that the script registers
+    atexit.register(lambda: _exit_at_once(failed[0]) if failed else None)
     try:
         yield
     except SystemExit:  # --help, or train_elastic.py after a signal
@@ -113,7 +114,7 @@ def report_errors():
         sys.exit(failed[0])
 
 
-def _last_words(error):
+def _last_words(error: BaseException) -> tuple[str | None, int] | None:
     """Return (the line or None, the exit code) of an error that can be foreseen, None for any other."""
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
     if isinstance(error, KeyboardInterrupt):
@@ -136,42 +137,42 @@ def _last_words(error):
     return f"rank {rank}: {line}" if _several() else line, 1
 
 
-def _interrupted(error, rank):
+def _interrupted(error: KeyboardInterrupt, rank: int) -> tuple[str | None, int]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the cleanup
     code = error.args[0] if error.args else 128 + signal.SIGINT
     if multiprocessing.parent_process() or rank:  # mp.spawn's parent, or rank 0, speaks
         return None, code
     for process in multiprocessing.active_children():  # Ctrl-C has reached them too
-        if code != 130:
+        if code != 130 and process.pid:
             os.kill(process.pid, signal.SIGINT)
         process.join(3)
         process.terminate()
     return "interrupted" if code == 130 else "ended by SIGTERM", code
 
 
-def _interrupt(*_):
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt(128 + signal.SIGTERM)
 
 
-def _exit_at_once(code):
+def _exit_at_once(code: int) -> None:
     with contextlib.suppress(OSError):  # a reader of the output that has gone
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
-def _several():
+def _several() -> bool:
     from .launch import is_slurm_task  # here, because that module imports this one
 
     size = os.environ.get("WORLD_SIZE")
     return int(size) > 1 if size else is_slurm_task()
 
 
-def _wait_to_be_ended():
+def _wait_to_be_ended() -> None:
     signals.noted.wait(PATIENCE)
 
 
-def _where(error):
+def _where(error: BaseException) -> str:
     # the training loop's own variables say how far it was
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "main" and "epoch" in frame.f_locals:

@@ -3,6 +3,8 @@ import contextlib
 import io
 import os
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,13 +19,13 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content, whatever the extensi
 MAX_PIXELS = 100_000_000
 
 
-def find_files(folder):
+def find_files(folder: str | Path) -> list[str]:
     """Return the paths of the image files below `folder`, sorted, through symbolic links and without hidden files.
 
     A broken link counts as a file: the error comes when it is read. Raises UsageError for a folder that cannot be
     read and for a link to a folder above it.
     """
-    found = []
+    found: list[str] = []
     try:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if entry.name.startswith("."):
@@ -37,7 +39,7 @@ def find_files(folder):
     return found
 
 
-def decode(path):
+def decode(path: str | Path) -> torch.Tensor:
     """Return an image file as `uint8` (3, H, W), upright; alpha is dropped, 16 bits are scaled to 8.
 
     Raises ProcessError, naming the file, if it is no image, is damaged, or has too many pixels: see `read`.
@@ -52,7 +54,7 @@ def decode(path):
     return pixels
 
 
-def read(path):
+def read(path: str | Path) -> tuple[np.ndarray, Image.Image]:
     """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, of which only the header is decoded.
 
     Raises ProcessError, naming the file, for more pixels than the environment variable MAX_IMAGE_PIXELS allows, for
@@ -65,7 +67,7 @@ def read(path):
         content = np.fromfile(path, np.uint8)
         pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # its error names no file, no size
         try:
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = Image.open(io.BytesIO(content.data), formats=FORMATS)
         finally:
             Image.MAX_IMAGE_PIXELS = pil_limit
     width, height = image.size
@@ -79,7 +81,7 @@ def read(path):
 
 
 @contextlib.contextmanager
-def _errors_name(path):
+def _errors_name(path: str | Path) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError:

@@ -5,20 +5,21 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
 from .errors import UsageError, reason
 
 
-def local_world_size():
+def local_world_size() -> int:
     """Return how many processes of the launch share this machine, as the launcher says (1 without a launcher)."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
     return slurm_local_world_size(os.environ) if is_slurm_task() else 1
 
 
-def launch_environment():
+def launch_environment() -> dict[str, str]:
     """Return the variables that `torch.distributed` reads from the environment and that no launcher has set.
 
     torchrun and torch.distributed.launch set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
@@ -40,14 +41,15 @@ def launch_environment():
             "MASTER_PORT": env.get("MASTER_PORT", str(port))}
 
 
-def cores_per_process():
+def cores_per_process() -> int:
     """Return how many cores of this machine each process of the launch on it can have, at least 1.
 
     Cores that several processes share are divided among them. Cores that the launcher gave to this process alone
     (Slurm's task/affinity, `torchrun --numa-binding`, numactl) are not.
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
-        return share_cores(os.cpu_count(), os.cpu_count(), local_world_size())
+        cores = os.cpu_count() or 1
+        return share_cores(cores, cores, local_world_size())
     own = os.sched_getaffinity(0)
     started_by_torch = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process()
     if "SLURM_CPUS_ON_NODE" in os.environ and not started_by_torch:
@@ -57,17 +59,17 @@ def cores_per_process():
     return share_cores(len(own), total, local_world_size())
 
 
-def share_cores(own, total, processes):
+def share_cores(own: int, total: int, processes: int) -> int:
     """Return how many cores one of `processes` computes with: its `own`, but no more than its share of the `total`."""
     return max(1, min(own, total // processes))
 
 
-def is_slurm_task():
+def is_slurm_task() -> bool:
     """Return whether this process is one of the tasks of a parallel Slurm step."""
     return is_task(os.environ, os.getpid(), _has_terminal())
 
 
-def is_task(env, pid, has_terminal):
+def is_task(env: Mapping[str, str], pid: int, has_terminal: bool) -> bool:
     """Return whether the process `pid` with the environment `env` is one of several tasks that Slurm's `srun` started.
 
     A batch script has SLURM_PROCID but is no step, and the interactive step of `salloc` is a step of one task. In the
@@ -78,7 +80,7 @@ def is_task(env, pid, has_terminal):
     return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (not has_terminal or env.get("SLURM_TASK_PID") == str(pid))
 
 
-def _has_terminal():
+def _has_terminal() -> bool:
     try:  # not isatty: nohup or a redirection takes standard input away, but not the controlling terminal
         os.close(os.open("/dev/tty", os.O_RDONLY))
     except OSError:
@@ -86,18 +88,18 @@ def _has_terminal():
     return True
 
 
-def slurm_local_world_size(env):
+def slurm_local_world_size(env: Mapping[str, str]) -> int:
     """Return how many tasks of the Slurm step share the node, from the environment of one of them.
 
     SLURM_STEP_TASKS_PER_NODE has one number for each node of the step; "2(x3),1" stands for 2, 2, 2, 1.
     """
-    counts = []
+    counts: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
         counts += [int(tasks)] * int(nodes or 1)
     return counts[int(env["SLURM_NODEID"])]
 
 
-def step_port(job, step):
+def step_port(job: int, step: int) -> int:
     """Return the port where the tasks of a Slurm step meet.
 
     The steps of a job and the jobs next to it have ports of their own: 20 for each of 1000 jobs, below the range from
@@ -106,7 +108,7 @@ def step_port(job, step):
     return 12000 + job % 1000 * 20 + step % 20
 
 
-def _first_host(nodes):
+def _first_host(nodes: str) -> str:
     try:
         return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,
                               check=True).stdout.split()[0]
@@ -114,7 +116,7 @@ def _first_host(nodes):
         raise UsageError(f"scontrol cannot name the first host of {nodes}; set MASTER_ADDR to its name") from None
 
 
-def serve_store(host, port, nodes):
+def serve_store(host: str, port: int, nodes: int) -> dist.TCPStore:
     """Return a TCPStore that this process serves, at a free port where `port` is 0.
 
     On one node it listens on the address `host` alone. For several it listens on all, as every other store of torch
@@ -129,7 +131,7 @@ def serve_store(host, port, nodes):
         port = listener.getsockname()[1] if listener else port
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
                              use_libuv=sys.platform != "win32",  # torch is built without it there
-                             master_listen_fd=listener and listener.detach())
+                             master_listen_fd=listener.detach() if listener else None)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         why = "in use" if "EADDRINUSE" in str(error) or "in use" in str(error) else reason(error)
         raise UsageError(f"--port {port} on --ip {host}: {why}") from None

@@ -1,8 +1,12 @@
 """The networks, and what is done to one before training: weights loaded, layers frozen, parameters grouped."""
 import math
 import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .checkpoint import load_file
 from .errors import UsageError
@@ -18,7 +22,7 @@ class CNN(nn.Module):
     Takes images (N, C, H, W), normalised; gives logits (N, num_classes): softmax is cross_entropy's.
     """
 
-    def __init__(self, num_classes, image_shape):
+    def __init__(self, num_classes: int, image_shape: tuple[int, ...]) -> None:
         super().__init__()
         channels, height, width = image_shape
         self.features = nn.Sequential(
@@ -35,11 +39,11 @@ class CNN(nn.Module):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         self.classifier = nn.Linear(64, num_classes)
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> Tensor:
         return self.classifier(self.hidden(self.features(images).flatten(1)))
 
 
-def create_model(name, num_classes, image_shape):
+def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialised.
 
     The ResNets are torchvision's (He et al. 2015, arXiv:1512.03385). For images of at most 64 pixels their stem is a
@@ -60,7 +64,7 @@ def create_model(name, num_classes, image_shape):
     return model
 
 
-def load_weights(model, path):
+def load_weights(model: nn.Module, path: str | Path) -> None:
     """Copy into `model` the tensors of the file `path` that match by name and shape; the main process lists the rest.
 
     The file is a `state_dict`, or a checkpoint of any script here. Raises UsageError when nothing matches.
@@ -76,18 +80,18 @@ def load_weights(model, path):
     if is_main_process():
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
                 "of another shape": wanted.keys() & content.keys() - taken.keys()}
-        left = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
-        print(f"weights {path}: took {len(taken)} of {len(wanted)} tensors{left}")
+        rest = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
+        print(f"weights {path}: took {len(taken)} of {len(wanted)} tensors{rest}")
 
 
-def sync_batchnorm(model, device):
+def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Return `model` with every BatchNorm a SyncBatchNorm, over the samples of all processes; UsageError on a CPU."""
     if device.type == "cpu":
         raise UsageError("--sync-bn: SyncBatchNorm needs a GPU, and this run is on the cpu")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
-def freeze_layers(model):
+def freeze_layers(model: nn.Module) -> None:
     """Leave only the classifier (the last linear layer, whatever its name) trainable.
 
     A frozen BatchNorm stays in evaluation mode, also after `model.train()`: else its running statistics would drift.
@@ -101,11 +105,11 @@ def freeze_layers(model):
             module.train = types.MethodType(_stay, module)
 
 
-def _stay(module, mode=True):
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def parameter_groups(model, weight_decay):
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters for an optimizer, in two groups: biases and BatchNorm are not decayed.
 
     Goyal et al. 2017, arXiv:1706.02677, section 5.1, for BatchNorm; biases as in He et al. 2018, arXiv:1812.01187.
@@ -117,7 +121,7 @@ def parameter_groups(model, weight_decay):
     ]
 
 
-def cosine(epochs, lrf):
+def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
     """Return the factor of the learning rate after n epochs: from 1 down to `lrf` along half a cosine.
 
     A closed form, so that a resumed run has the rate of an undisturbed one to the last bit.
@@ -125,7 +129,7 @@ def cosine(epochs, lrf):
     return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
 
 
-def size(model):
+def size(model: nn.Module) -> str:
     """Return how many of its parameters a model trains, for people: "5,130 of 11,181,642"."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return f"{sum(size for size, trainable in sizes if trainable):,} of {sum(size for size, _ in sizes):,}"

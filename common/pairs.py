@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height change places
 SAMPLES = Path("data", "pairs")  # where the set is made that is read when no other is named
 
 
-def find_pairs(data_source, split, img_dir, gt_dir):
+def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir: str) -> list[tuple[str, str]]:
     """Return the pairs of a split, `[(image path, target path), ...]`, in the order of their names.
 
     They are matched by path relative to their folder, without extension. `data_source` None is a small set
@@ -48,10 +49,10 @@ def find_pairs(data_source, split, img_dir, gt_dir):
     return [(images[name], targets[name]) for name in sorted(images)]
 
 
-def _by_name(folder, data_source):
+def _by_name(folder: Path, data_source: str | Path) -> dict[str, str]:
     if not folder.is_dir():
         raise UsageError(f"--data-source {data_source}: there is no folder {folder}")
-    files = {}
+    files: dict[str, str] = {}
     for path in find_files(folder):
         name = Path(path).relative_to(folder).with_suffix("").as_posix()
         if name in files:
@@ -78,11 +79,11 @@ class Cuts:
     proportion, rounded down.
     """
 
-    def __init__(self, count, resize, crop, seed, train):
+    def __init__(self, count: int, resize: int, crop: int, seed: int, train: bool) -> None:
         self.count, self.resize, self.crop, self.seed, self.train = count, resize, crop, seed, train
-        self.table = None
+        self.table: tuple[int, list[list[float]]] | None = None
 
-    def choose(self, epoch, index, paths, sizes):
+    def choose(self, epoch: int, index: int, paths: Sequence[str], sizes: Sequence[tuple[int, int]]) -> Cut:
         """Return the Cut of pair `index`, whose images have `sizes` ((height, width), twice).
 
         Raises ProcessError, naming the file, for two sizes in a pair and for less than the crop.
@@ -102,14 +103,14 @@ class Cuts:
         top, left = (int(place * (room + 1)) for place, room in zip(places, rooms, strict=True))  # 0 to room
         return Cut((height, width), top, left, horizontal < 0.5, vertical < 0.5)
 
-    def _draws(self, epoch):
+    def _draws(self, epoch: int) -> list[list[float]]:
         if self.table is None or self.table[0] != epoch:  # four numbers in [0, 1) for each pair of the set
             generator = torch.Generator().manual_seed(mix(self.seed, epoch))
             self.table = epoch, torch.rand(self.count, 4, generator=generator).tolist()
         return self.table[1]
 
 
-def read_encoded(path):
+def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
     """Return an image file for DALI to decode, `uint8` (size,), and its (height, width) when upright.
 
     It is the file itself, or the pixels as a bitmap (PPM): DALI 2.4 refuses GIF and WebP with EXIF, and of CMYK and
@@ -132,7 +133,7 @@ def read_encoded(path):
     return np.frombuffer(bitmap, np.uint8), (height, width)
 
 
-def save_preview(path, images, targets):
+def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) -> None:
     """Write the first 8 pairs of a batch to a PNG: the images in its upper row, their targets below them."""
     count = min(8, len(images))
     grid = make_grid(torch.cat([images[:count], targets[:count]]).cpu(), nrow=count)
@@ -143,7 +144,7 @@ def save_preview(path, images, targets):
         raise UsageError(f"--preview {path}: cannot be written ({reason(error)})") from None
 
 
-def make_samples(folder):
+def make_samples(folder: str | Path) -> None:
     """Make a small set of pairs in `folder` if it is not there: invented views, and the same in motion blur.
 
     29 pairs to train on and 7 to test, landscape and portrait, some hundred pixels wide. Of several
@@ -172,7 +173,7 @@ def make_samples(folder):
         raise UsageError(f"no --data-source, and none can be made in {folder}: {reason(error)}") from None
 
 
-def scene(height, width, generator):
+def scene(height: int, width: int, generator: torch.Generator) -> torch.Tensor:
     """Return an invented view, (3, H, W) in [0, 1]: clouds, boxes with sharp edges, and the noise of a sensor.
 
     A JPEG of it is about as large as one of a photo.
@@ -188,7 +189,7 @@ def scene(height, width, generator):
     return image.clamp(0, 1)
 
 
-def motion_blur(image, generator):
+def motion_blur(image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return an image (3, H, W) averaged along a straight line of 9 to 21 pixels in any direction."""
     length = 9 + 2 * int(torch.randint(7, (), generator=generator))
     angle = math.pi * torch.rand((), generator=generator).item()

@@ -1,5 +1,6 @@
 """Rank, world size and sums over the processes: 0, 1 and the identity when no process group exists."""
 import os
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 
 import torch
@@ -9,25 +10,25 @@ import torch.distributed.nn  # early: its default arguments keep the group that 
 from . import devices, launch
 from .errors import UsageError
 
-_stores = []  # rank 0 may serve the one in here: it has to live on
+_stores: list[dist.Store] = []  # rank 0 may serve the one in here: it has to live on
 
 
-def get_rank():
+def get_rank() -> int:
     """Return this process's number among all processes of the launch, on all nodes."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def get_world_size():
+def get_world_size() -> int:
     """Return the number of processes of the launch, on all nodes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def is_main_process():
+def is_main_process() -> bool:
     """Return whether this is the one process that prints, logs and saves (global rank 0)."""
     return get_rank() == 0
 
 
-def reduce_sum(tensor):
+def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over all processes, as a new tensor; every process must call it."""
     if not dist.is_initialized():
         return tensor
@@ -36,16 +37,16 @@ def reduce_sum(tensor):
     return tensor
 
 
-def agree(value):
+def agree(value: object) -> bool:
     """Return whether all processes hold an equal (plain Python) value; every process must call it."""
     if not dist.is_initialized():
         return True
-    values = [None] * get_world_size()
+    values: list[object] = [None] * get_world_size()
     dist.all_gather_object(values, value)
     return all(other == value for other in values)
 
 
-def exact_share(batch_size, world_size):
+def exact_share(batch_size: int, world_size: int) -> int:
     """Return the part of a global batch that is one process's; UsageError where the processes cannot share evenly."""
     share, rest = divmod(batch_size, world_size)
     if rest:
@@ -53,7 +54,7 @@ def exact_share(batch_size, world_size):
     return share
 
 
-def choose_backend(name, device):
+def choose_backend(name: str | None, device: str | torch.device) -> str:
     """Return the name of a communication backend: `name`, or if None the device's own (nccl on CUDA, gloo on a CPU).
 
     It is gloo, and the main process says so, where torch lacks that backend and where two processes share a device:
@@ -69,7 +70,8 @@ def choose_backend(name, device):
     return backend
 
 
-def pick_backend(name, device_type, default, is_available, takes, shared):
+def pick_backend(name: str | None, device_type: str, default: str, is_available: Callable[[str], bool],
+                 takes: Mapping[str, Collection[str]], shared: Callable[[], bool]) -> str:
     """Return the backend for --backend `name` on a `device_type` whose own backend is `default`; see choose_backend.
 
     `is_available(name)` says whether torch has a backend, `takes[name]` lists the types of device whose tensors it
@@ -86,7 +88,7 @@ def pick_backend(name, device_type, default, is_available, takes, shared):
     return name
 
 
-def devices_are_shared(identity, timeout=timedelta(minutes=5)):
+def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
     """Return whether two of the launch's processes gave the same `identity` of a device; every process must call it.
 
     It is checked before there is a group, and only for launches on one host: on several, where agents number their

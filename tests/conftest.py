@@ -1,15 +1,12 @@
 """Running the scripts as a user does: the real command, the real launcher, real processes."""
 import collections
-import fcntl
 import os
-import pty
 import re
 import shutil
 import signal
 import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from pathlib import Path
@@ -35,6 +32,10 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
     command = [str(part) for part in command]
+    if terminal:
+        import fcntl  # here, because Windows has none of them, and tests/unit runs there too
+        import pty
+        import termios
     master, slave = pty.openpty() if terminal else (None, subprocess.PIPE)
     process = subprocess.Popen(command, cwd=cwd, env=environment | (env or {}), start_new_session=True, text=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave)

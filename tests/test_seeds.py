@@ -6,9 +6,9 @@ import pytest
 from conftest import PYTHON, copy_out, good, run
 
 NOTE = '''
-    def __getitems__(self, indices):
         if self.augment is None:
             print("order", int(self.epoch), *indices)
+        indices = torch.as_tensor(indices)
 '''
 SCRIPTS = ["train.py", pytest.param("train_DDP.py", marks=pytest.mark.drill)]
 
@@ -19,7 +19,7 @@ def test_two_seeds_share_no_order(tmp_path, script):
     path = copy_out(script, tmp_path / "noted")
     data = path.parent / "common/datasets.py"
     text = data.read_text()
-    noted = text.replace("\n    def __getitems__(self, indices):\n", NOTE, 1).replace(
+    noted = text.replace("\n        indices = torch.as_tensor(indices)\n", NOTE, 1).replace(
         "return ArrayDataset(name, *train, seed, augment=name in COLOUR)",
         "return ArrayDataset(name, *train, seed, augment=None)", 1)
     assert noted.count("order") == text.count("order") + 1 and "augment=None)" in noted
