@@ -5,6 +5,7 @@
 """
 import argparse
 import os
+import resource
 import socket
 import sys
 import tempfile
@@ -104,10 +105,16 @@ def sync_batchnorm():
 
 
 def inplace():
-    in_two(inplace_in)
+    x = nn.Linear(4, 4)(torch.ones(1, 4)).sigmoid()
+    x += 1
+    x.sum().backward()
 
 
-def inplace_in(rank):
+def two_forwards():
+    in_two(two_forwards_in)
+
+
+def two_forwards_in(rank):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     (model(torch.randn(8, 4)) + model(torch.randn(8, 4))).sum().backward()
 
@@ -179,8 +186,8 @@ def namespace():
 def torn():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "last.pt")
-        torch.save(nn.Linear(100, 100).state_dict(), path)
-        path.write_bytes(path.read_bytes()[:20_000])
+        torch.save(nn.Linear(300, 300).state_dict(), path)
+        path.write_bytes(path.read_bytes()[:200_000])
         torch.load(path)
 
 
@@ -196,13 +203,18 @@ class Killed(torch.utils.data.Dataset):
         os.kill(os.getpid(), 7)  # SIGBUS, which the kernel sends when /dev/shm is full
 
 
+def open_files():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    list(DataLoader(torch.zeros(200, 4), num_workers=1))  # each batch that is kept holds a file open
+
+
 def shared_memory():
     next(iter(DataLoader(Killed(), num_workers=1)))
 
 
-ERRORS = [no_group, no_launcher, nccl, port, no_master, unused, none_unused, twice, frozen, sync_batchnorm, inplace,
+ERRORS = [no_group, no_launcher, nccl, port, no_master, unused, none_unused, twice, frozen, sync_batchnorm, inplace, two_forwards,
           shapes, peer, again, no_gradient, one_sample, no_parameters, scheduler, batch, workers, prefix, classes,
-          namespace, torn, local_rank, shared_memory]
+          namespace, torn, local_rank, open_files, shared_memory]
 
 
 def main():
