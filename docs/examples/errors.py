@@ -5,11 +5,10 @@
 """
 import argparse
 import os
-import resource
+import signal
 import socket
 import sys
 import tempfile
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -200,10 +199,12 @@ class Killed(torch.utils.data.Dataset):
         return 1
 
     def __getitem__(self, index):
-        os.kill(os.getpid(), 7)  # SIGBUS, which the kernel sends when /dev/shm is full
+        os.kill(os.getpid(), signal.SIGBUS)  # as the kernel does when /dev/shm is full
 
 
 def open_files():
+    import resource  # not on Windows
+
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     list(DataLoader(torch.zeros(200, 4), num_workers=1))  # each batch that is kept holds a file open
 
@@ -212,9 +213,9 @@ def shared_memory():
     next(iter(DataLoader(Killed(), num_workers=1)))
 
 
-ERRORS = [no_group, no_launcher, nccl, port, no_master, unused, none_unused, twice, frozen, sync_batchnorm, inplace, two_forwards,
-          shapes, peer, again, no_gradient, one_sample, no_parameters, scheduler, batch, workers, prefix, classes,
-          namespace, torn, local_rank, open_files, shared_memory]
+ERRORS = [no_group, no_launcher, nccl, port, no_master, local_rank, unused, twice, none_unused, frozen, shapes,
+          sync_batchnorm, inplace, two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer,
+          shared_memory, open_files, workers, batch, prefix, classes, namespace, torn]
 
 
 def main():

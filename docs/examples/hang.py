@@ -1,17 +1,22 @@
 """A program that hangs, for docs/hangs.md: rank 0 validates alone, and validation has a collective.
 
     torchrun --nproc-per-node=2 docs/examples/hang.py
-    torchrun --nproc-per-node=2 docs/examples/hang.py --stuck           # rank 1 waits for data, in no collective
-    TORCH_FR_BUFFER_SIZE=100 torchrun --nproc-per-node=2 docs/examples/hang.py --record 5
+    torchrun --nproc-per-node=2 docs/examples/hang.py --stuck        # rank 1 waits for data, in no collective
 """
 import argparse
 import json
 import queue
+import sys
 import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+
+def say(line):
+    sys.stdout.write(f"rank {dist.get_rank()}: {line}\n")
+    sys.stdout.flush()
 
 
 def train_step():
@@ -26,28 +31,27 @@ def validate():
 
 
 def next_batch():
-    return queue.Queue().get()  # nobody puts a batch into it
+    return queue.Queue().get()  # no batch ever arrives
 
 
-def print_record(rank):
+def show_record():
     entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
     for entry in entries[-2:]:
-        print(f"rank {rank}: {entry['collective_seq_id']} {entry['profiling_name']} {entry['input_sizes']}", flush=True)
+        say(f"{entry['collective_seq_id']} {entry['profiling_name']} {entry['input_sizes']}")
 
 
 def main(args):
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     rank = dist.get_rank()
-    if args.record:
-        threading.Timer(args.record, print_record, [rank]).start()
-
     for _ in range(3):
         train_step()
-    print(f"rank {rank}: 3 steps are done", flush=True)
+    say("3 steps are done")
 
+    if args.record:
+        threading.Timer(args.record, show_record).start()
     if args.stuck and rank == 1:
         next_batch()
-    if rank == 0 or args.stuck:  # the mistake: without --stuck rank 1 skips the collective in validate()
+    if rank == 0:  # the mistake: rank 1 does not enter the collective in validate()
         validate()
     dist.barrier()
     dist.destroy_process_group()
@@ -55,7 +59,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stuck", action="store_true", help="rank 1 waits for data instead")
+    parser.add_argument("--stuck", action="store_true", help="rank 1 waits for data, in no collective")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a collective may take")
-    parser.add_argument("--record", type=float, metavar="SECONDS", help="then print the flight recorder's last entries")
+    parser.add_argument("--record", type=float, metavar="SECONDS", help="then show the flight recorder's last entries")
     main(parser.parse_args())
