@@ -28,6 +28,8 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page):
+    for file in re.findall(r"`(tests/[\w/]+\.py)`", (DOCS / page).read_text()):
+        assert (DOCS.parent / file).exists(), file
     for target in re.findall(r"\]\((?!http)([^)]+)\)", (DOCS / page).read_text()):
         file, _, anchor = target.partition("#")
         assert (DOCS / (file or page)).exists(), target
