@@ -118,8 +118,8 @@ def report(runs: list[dict]) -> str:
         values = run["pairs"] / run["seconds"], 1000 * run["cpu_seconds"] / run["pairs"], run["first_batch_seconds"]
         for row, value in zip(found[run["contender"]], values):
             row.append(value or math.nan)
-    rows = [[name, *(around(spread(values), form) for values, form in zip(row, (".0f", ".2f", ".3f")))]
-            for name, row in found.items()]
+    rows = [[name, around(spread(speed), ".0f"), around(spread(cost)), around(spread(first), ".3f").replace("nan", "-")]
+            for name, (speed, cost, first) in found.items()]
     ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
                around(ratio(found[other][1], found[one][1])), wanted]
               for (one, other), wanted in RATIOS.items() if one in found]

@@ -3,7 +3,6 @@
 `python -m benchmarks.compare` and `python -m benchmarks.scaling` draw theirs again after each measurement.
 """
 import json
-import math
 
 from matplotlib.figure import Figure
 
@@ -23,15 +22,19 @@ def plot_compare() -> None:
     for column, content in zip(axes.T, contents):
         names = sorted({run["script"] for run in content["runs"]})
         for axis, (key, label) in zip(column, COMPARED.items()):
-            spreads = [spread(run[key] or math.nan for run in content["runs"] if run["script"] == name)
-                       for name in names]
+            values = [[run[key] for run in content["runs"] if run["script"] == name and run[key]] for name in names]
+            if not all(values):
+                axis.text(0.5, 0.5, f"{label}: not measured", ha="center", va="center", transform=axis.transAxes)
+                axis.set_axis_off()
+                continue
+            spreads = [spread(each) for each in values]
             low, middle, high = ([each[part] for each in spreads] for part in ("lowest", "median", "highest"))
             lengths = [[b - a for a, b in zip(low, middle)], [b - a for a, b in zip(middle, high)]]
             axis.errorbar([name[:-3].removeprefix("train_") for name in names], middle, lengths, fmt="o", capsize=4)
             axis.set_ylabel(label)
             axis.tick_params("x", rotation=30)
             if key != "accuracy":
-                axis.set_ylim(bottom=0)
+                axis.set_ylim(0, 1.1 * max(high))
         args, where = content["arguments"], content["machine"]
         column[0].set_title(f"{args['dataset']}, {args['model']}, {where['gpu'] or where['cpu']}", fontsize=10)
     figure.tight_layout()
