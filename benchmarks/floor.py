@@ -1,134 +1,84 @@
-"""How near the scripts are to the floor, and how far ahead of the usual loops: ratios, by turns, from one run.
+"""Compare the scripts with the bare step and with other loops: ratios, interleaved in one run.
 
-    pip install -r requirements.txt -r benchmarks/requirements.txt
-    python benchmarks/floor.py                                                    # some five minutes on two cores
-    python benchmarks/floor.py --model resnet18 --rounds 3 --epochs 1 --scripts train_DDP.py       # 25 minutes there
-    python benchmarks/floor.py --model resnet18 --dataset fake --batch-size 512 --device cuda --processes 1
+    python -m benchmarks.floor                                                    # five minutes on two cores
+    python -m benchmarks.floor --model resnet18 --rounds 3 --epochs 1 --scripts train_DDP.py        # 25 minutes there
+    python -m benchmarks.floor --model resnet18 --dataset fake --batch-size 512 --device cuda --processes 1
 
-All contenders are started; then, in each round, each trains a few epochs while the others stand still, and the round
-gives one ratio for each pair. Shown are the median, the lowest and the highest of the rounds. The bare step is nothing
-but forward, backward with its all-reduce, and the optimizer, on batches that were made beforehand; "no all-reduce" is
-the same with each process by itself. The usual loop is what most published DDP examples have; Accelerate and Fabric
-are these libraries' quick starts on the same data. Everything goes into a file of benchmarks/results: every turn, the
-hardware, the versions; an interruption loses only the round that it hits.
+All contenders start first; the loops are in benchmarks/loops. In each round, each contender trains a few epochs while
+the others are paused, and the round gives one ratio for each pair. Every round is saved at once.
 """
-import argparse
 import importlib.util
-import json
 import os
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks.tables import RESULTS, file_name  # noqa: E402
-from benchmarks.turns import Contender, launch, machine, name_processes, spread  # noqa: E402
-from common import datasets, devices, errors, models  # noqa: E402
+from benchmarks import measure
+from benchmarks.tables import OTHERS, floor_table, path_of, ratio, save, spread
+from common import cli, datasets, devices, errors
 
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
-OTHERS = {"bare step": ("bare_ddp.py", None), "no all-reduce": ("bare_ddp.py --alone", None),
-          "usual loop": ("usual_ddp.py", None),
-          "Accelerate": ("accelerate_loop.py", "accelerate"), "Fabric": ("fabric_loop.py", "lightning_fabric")}
+LOOPS = {"bare step": ["bare_ddp"], "no all-reduce": ["bare_ddp", "--alone"], "usual loop": ["usual_ddp"],
+         "Accelerate": ["accelerate_loop"], "Fabric": ["fabric_loop"]}
+LIBRARIES = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 
 
-def start(args, images, alone, found):
-    """Start every contender and note it in `found` by its name; those whose library is missing are named, left out.
-
-    `alone` is the name of the one that is a single process, with the threads that each of the others has, or None.
-    """
-    shared = ["--dataset", args.dataset, "--data-path", args.data_path, "--model", args.model, "--epochs", "100000",
-              "--batch-size", str(args.batch_size), *(["--device", args.device] if args.device else [])]
-    for name in ["bare step", *args.others, *args.scripts]:
-        if name in OTHERS:
-            file, module = OTHERS[name]
-            if module and not importlib.util.find_spec(module):
-                print(f"without {name}: it is not installed (benchmarks/requirements.txt)")
-                continue
-            file, *extra = file.split()
-            command = launch(args.processes, f"benchmarks/{file}", *shared, *extra)
-        else:
-            extra = ["--output-dir", f"runs/floor/{name}"]
-            extra += ["--nprocs", str(args.processes)] if name == "train_mp.py" else []
-            extra += ["--accum-steps", "2"] if name == "train_grad_accum.py" else []
-            extra += ["--timeout", "86400"]  # its clock runs while a contender stands still
-            command = launch(0 if name == "train_mp.py" else args.processes, name, *shared, *extra)
-        found[name] = Contender(command, images)
+def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
+    """Yield each contender's name and command, except where its library is missing; `alone` is one process."""
+    task = measure.task_of(args, epochs=100_000)
+    for name in ["bare step", *args.others]:
+        if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
+            print(f"without {name}: it is not installed (benchmarks/requirements.txt)")
+            continue
+        loop, *extra = LOOPS[name]
+        yield name, measure.launch(args.processes, f"benchmarks.loops.{loop}", *task, *extra)
+    for name in args.scripts:  # --timeout: collectives must survive the pauses
+        yield name, measure.launch_script(args.processes, name, *task, "--timeout", "86400", "--output-dir",
+                                          f"runs/floor/{name}")
     if alone:
-        command = launch(0, "train.py", *shared, "--output-dir", "runs/floor/train.py")
-        found[alone] = Contender(command, images, threads=cores_each(args))
+        yield alone, measure.launch(0, "train.py", *task, "--output-dir", "runs/floor/train.py")
 
 
-def cores_each(args):
-    """Return how many cores of a CPU each process has."""
-    return max(1, os.cpu_count() // args.processes)
+def figures(contenders: dict[str, measure.Contender], alone: str | None) -> dict:
+    """Return the figures of the rounds so far."""
+    speeds = {name: contender.speeds for name, contender in contenders.items()}
+    pairs = [*(("train_DDP.py", other) for other in OTHERS), ("train_amp.py", "train_DDP.py"), ("train_DDP.py", alone),
+             ("no all-reduce", alone)]
+    return {"table": {name: {"images_per_second": spread(contender.speeds),
+                             "of_the_bare_step": ratio(contender.speeds, speeds["bare step"]),
+                             "start_up_seconds": contender.start_up,
+                             "between_epochs_seconds": spread(contender.between), "turns": contender.speeds}
+                      for name, contender in contenders.items()},
+            "ratios": {f"{one} / {other}": ratio(speeds[one], speeds[other])
+                       for one, other in pairs if one in speeds and other in speeds}}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits")
-    parser.add_argument("--data-path", default="data")
-    parser.add_argument("--model", choices=models.MODELS, default="cnn")
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--device")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--epochs", type=int, default=4, help="that count, in each turn")
-    parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="also train_amp.py, where bf16 is fast")
-    parser.add_argument("--others", nargs="*", choices=list(OTHERS)[1:], default=list(OTHERS)[1:])
+def main() -> None:
+    parser = measure.make_parser(__doc__, epochs=4, batch_size=128, rounds=9)
+    parser.add_argument("--processes", type=cli.positive_int, default=2, help="of each contender")
+    parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="add train_amp.py if bf16 is fast here")
+    parser.add_argument("--others", nargs="*", choices=list(LOOPS)[1:], default=list(LOOPS)[1:], help="loops to run")
     args = parser.parse_args()
-
     device = devices.select_device(args.device)
-    where = machine(device, "train*.py", "common", "benchmarks/*.py")
+    where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
     train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     images = len(train_set) // args.batch_size * args.batch_size
-    threads = cores_each(args)
+    threads = max(1, os.cpu_count() // args.processes)  # as many as each process of the other contenders has
     alone = f"train.py, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" and args.processes > 1 else None
-    found = {}
+    contenders = {}
     try:
-        start(args, images, alone, found)
-        names = list(found)
-        for number in tqdm(range(args.rounds), "rounds", disable=None):
-            for place in range(len(names)):
-                found[names[(place + number) % len(names)]].turn(args.epochs)
-    except KeyboardInterrupt:
-        args.rounds = min((len(contender.speeds) for contender in found.values()), default=0)
-        if not args.rounds:
-            sys.exit(130)
-        for contender in found.values():
-            del contender.speeds[args.rounds:]
-        print("\ninterrupted; the round that was not over does not count")
+        for name, command in commands(args, alone):
+            contenders[name] = measure.Contender(command, images, threads if name == alone else None)
+        turns = measure.in_turns(list(contenders), args.rounds)
+        for number, (done, name) in enumerate(tqdm(turns, "turns", disable=None), 1):
+            contenders[name].turn(args.epochs)
+            if number % len(contenders) == 0:
+                data = {"machine": where, "arguments": {**vars(args), "rounds": done + 1}, **figures(contenders, alone)}
+                save(path_of("floor", where, args.dataset, args.model, str(args.processes)), data)
     finally:
-        for contender in found.values():
+        for contender in contenders.values():
             contender.end()
-
-    print(f"{name_processes(args.processes)}, {args.dataset}, {args.model}, batch {args.batch_size}: medians of "
-          f"{args.rounds} rounds (lowest to highest)\n{'':20} {'images/s':>24}  {'of the bare step':>20}  "
-          f"{'start-up, s':>11}  {'between epochs, s':>17}")
-    table = {}
-    for name, contender in found.items():
-        over = [one / other for one, other in zip(contender.speeds, found["bare step"].speeds, strict=True)]
-        table[name] = {"images_per_second": spread(contender.speeds), "of_the_bare_step": spread(over),
-                       "start_up_seconds": contender.start_up, "between_epochs_seconds": spread(contender.between),
-                       "turns": contender.speeds}
-        speed, over = table[name]["images_per_second"], table[name]["of_the_bare_step"]
-        print(f"{name:20} {speed['median']:8,.0f} ({speed['lowest']:6,.0f} to {speed['highest']:6,.0f})  "
-              f"{over['median']:.2f} ({over['lowest']:.2f} to {over['highest']:.2f})  {contender.start_up:11.1f}  "
-              f"{table[name]['between_epochs_seconds']['median']:17.3f}")
-
-    ratios = {}
-    pairs = [("train_DDP.py", other) for other in ("bare step", "usual loop", "Accelerate", "Fabric")]
-    for one, other in [*pairs, ("train_amp.py", "train_DDP.py"), ("train_DDP.py", alone), ("no all-reduce", alone)]:
-        if one in found and other in found:
-            each = [a / b for a, b in zip(found[one].speeds, found[other].speeds, strict=True)]
-            ratios[f"{one} / {other}"] = spread(each)
-            ratio = ratios[f"{one} / {other}"]
-            print(f"{one} / {other:18} {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})")
-
-    path = RESULTS / file_name("floor", where, args.dataset, args.model, str(args.processes))
-    path.write_text(json.dumps({"machine": where, "arguments": vars(args), "table": table, "ratios": ratios},
-                               indent=1) + "\n")
+    print(floor_table(data))
 
 
 if __name__ == "__main__":

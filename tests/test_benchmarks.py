@@ -1,4 +1,4 @@
-"""What makes README's tables runs, in a copy of the repository: its figures, of a busy machine, are not kept."""
+"""The benchmarks run, in a copy of the repository: figures of a busy machine are not kept."""
 import json
 import re
 import shutil
@@ -11,17 +11,17 @@ from conftest import PYTHON, ROOT, descendants, good, run
 from live import alive
 
 pytestmark = pytest.mark.drill
-COMPARE = [PYTHON, "benchmarks/compare.py", "--scripts", "train.py", "train_DP.py", "--rounds", "1", "--epochs", "1"]
+COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_DP.py", "--rounds", "1", "--epochs", "1"]
 
 
 @pytest.fixture
 def copy(tmp_path):
     """Return a copy of the repository that has no results yet."""
-    for name in ("common", "benchmarks"):
+    for name in ("common", "benchmarks", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     (tmp_path / "benchmarks/results").mkdir()
     (tmp_path / "docs").mkdir()
-    for path in [ROOT / "README.md", ROOT / "docs/speed.md", *ROOT.glob("train*.py")]:
+    for path in [ROOT / "docs/speed.md", *ROOT.glob("train*.py")]:
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     return tmp_path
 
@@ -53,14 +53,14 @@ def test_an_interrupted_comparison_goes_on_where_it_was(copy):
         assert 0.2 < one["accuracy"] <= 1 and one["images_per_second"] > 0
         assert 200 < one["peak_mib"] < 5000  # of the process, torch and all: no accelerator counts it here
     # on a CPU both scripts train alike: the plot and the table are of these runs
-    shown = re.findall(r"^\| `(\S+)` \| .*? \| .*? \| (.*?) \|", (copy / "README.md").read_text(), re.M)
+    shown = re.findall(r"^\| `(\S+)` \| .*? \| .*? \| (.*?) \|", (copy / "docs/speed.md").read_text(), re.M)
     assert dict(shown).keys() == {"train.py", "train_DP.py"} and len(set(dict(shown).values())) == 1
     assert (copy / "benchmarks/results/compare.png").stat().st_size > 10_000
 
 
 def test_the_contenders_take_turns(copy):
     """Each of them trains, in every round; a mistake is one line."""
-    good(run(PYTHON, "benchmarks/floor.py", "--rounds", "2", "--epochs", "1", "--processes", "1", "--scripts",
+    good(run(PYTHON, "-m", "benchmarks.floor", "--rounds", "2", "--epochs", "1", "--processes", "1", "--scripts",
              "train_DDP.py", "--others", "Accelerate", "Fabric", cwd=copy))
     content = only_result(copy, "floor")
     assert list(content["table"]) == ["bare step", "Accelerate", "Fabric", "train_DDP.py"]
@@ -68,14 +68,14 @@ def test_the_contenders_take_turns(copy):
         assert len(row["turns"]) == 2 and min(row["turns"]) > 0 and row["start_up_seconds"] > 0
     ratios = content["ratios"]
     assert {"train_DDP.py / bare step", "train_DDP.py / Accelerate", "train_DDP.py / Fabric"} <= ratios.keys()
-    result = run(PYTHON, "benchmarks/floor.py", "--dataset", "folder", "--data-path", "nowhere", cwd=copy)
+    result = run(PYTHON, "-m", "benchmarks.floor", "--dataset", "folder", "--data-path", "nowhere", cwd=copy)
     assert result.code == 2 and result.err.endswith("--data-path nowhere: no such folder\n")
     assert len(result.err.splitlines()) == 1
 
 
 def test_a_step_is_taken_apart(copy):
     env = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile would take half of the time
-    good(run(PYTHON, "benchmarks/step.py", "--rounds", "2", "--epochs", "3", cwd=copy, env=env))
+    good(run(PYTHON, "-m", "benchmarks.step", "--rounds", "2", "--epochs", "3", cwd=copy, env=env))
     content = only_result(copy, "step")
     # by hand, for 28x28: three convolutions, three linear layers; twice as much backward, less the first layer's input
     layers = [28 * 28 * 25 * 16, 14 * 14 * 25 * 16 * 32, 7 * 7 * 25 * 32 * 32, 288 * 128, 128 * 64, 64 * 10]
@@ -84,5 +84,5 @@ def test_a_step_is_taken_apart(copy):
     assert content["steps"]["as the scripts"]["times_as_fast"]["median"] == 1
     assert 0 < content["script"]["waits"]["median"] < 0.5 and content["matrix_rate"]["float32"]["lowest"] > 1e9
     assert 0 < content["arithmetic_share"]["median"] < 2
-    result = run(PYTHON, "benchmarks/step.py", "--epochs", "1", cwd=copy)
+    result = run(PYTHON, "-m", "benchmarks.step", "--epochs", "1", cwd=copy)
     assert result.code == 2 and result.err.splitlines()[-1].endswith("so there must be a second")

@@ -1,4 +1,4 @@
-"""docs/scaling.md says what benchmarks/scaling.py finds, and 1,024 ranks divide the work as one process has it."""
+"""docs/scaling.md says what benchmarks/scaling finds, and 1,024 ranks divide the work of one process."""
 import json
 import os
 import re
@@ -6,18 +6,19 @@ import re
 import pytest
 from conftest import PYTHON, TORCHRUN, copy_out, distance, epochs, good, run
 
-from benchmarks import scaling
+from benchmarks.scaling.page import PAGE
+from benchmarks.tables import RESULTS
 from common.datasets import mix
+from tools import ranks
 
 pytestmark = pytest.mark.drill
-RESULT = json.loads(scaling.RESULT.read_text())
+RESULT = json.loads((RESULTS / "scaling.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def world():
     """Let a fresh process be some of 1,024 ranks, and return what each of them read, sent and kept."""
-    env = {"OMP_NUM_THREADS": "1"}  # more threads are slower for work this small, and the tests have neighbours
-    return json.loads(good(run(PYTHON, "benchmarks/scaling.py", "--simulate", env=env)).out)
+    return json.loads(good(run(PYTHON, "-m", "tools.ranks")).out)
 
 
 def test_the_ranks_of_1024_read_what_one_process_reads(world):
@@ -30,14 +31,14 @@ def test_the_ranks_of_1024_read_what_one_process_reads(world):
     for one in world["ranks"]:
         assert one["train"] == order[one["rank"]:48 * 1024:1024]  # not by DistributedSampler's own arithmetic
         assert one["share"] == 8 and one["steps"] == 6
-    assert scaling.check_world(world) == RESULT["world"]  # all 1,024, batch by batch
+    assert ranks.check(world) == RESULT["world"]  # all 1,024, batch by batch
 
 
 def test_a_share_that_came_twice_would_be_noticed(world):
     for key in ("train", "val"):
         broken = [{**one, key: world["ranks"][0][key]} for one in world["ranks"]]
         with pytest.raises(AssertionError):
-            scaling.check_world({**world, "ranks": broken})
+            ranks.check({**world, "ranks": broken})
 
 
 def test_batches_that_do_not_fit_1024_ranks_are_refused(world):
@@ -59,13 +60,13 @@ def test_memory_is_twelve_bytes_a_parameter(world):
 
 
 def test_the_command_for_a_model_of_ones_own():
-    out = good(run(PYTHON, "benchmarks/scaling.py", "--parameters", "25.6e6", "--step", "0.12")).out
+    out = good(run(PYTHON, "-m", "benchmarks.scaling", "--parameters", "25.6e6", "--step", "0.12")).out
     rows = [re.findall(r"\d+(?=%)", line) for line in out.splitlines()[2:]]
     assert len(rows) == 3 and all(row[0] == "100" and sorted(row, key=int, reverse=True) == row for row in rows)
 
 
 def test_the_two_lines_of_the_page_switch_bf16_gradients_on(tmp_path):
-    block = re.search(r"```python\n(from .*)\n(    parallel_model.*)\n```", scaling.PAGE.read_text())
+    block = re.search(r"```python\n(from .*)\n(    parallel_model.*)\n```", PAGE.read_text())
     accuracies = []
     for name, lines in (("plain", ("", "")), ("hook", block.groups())):
         script = copy_out("train_DDP.py", tmp_path / name)

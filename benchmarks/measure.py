@@ -1,0 +1,166 @@
+"""What measures: the arguments of a benchmark, how it starts a script, and how several programs take turns.
+
+The speed of a shared machine changes by tens of percent within minutes, so programs that are compared must not run one
+after the other. They take turns of a second or two, under the same load.
+"""
+import contextlib
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.tables import ROOT, spread
+from common import cli, datasets, models
+
+LONG = 5  # seconds: the scripts print hundredths of one
+EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* accuracy (?P<accuracy>[\d.]+) .*)? (?P<seconds>[\d.]+) s  "
+                   r"(?P<speed>[\d,]+) images/s(?:  (?P<peak_mib>[\d,]+) MiB)?\n?")
+
+
+def make_parser(doc: str, epochs: int, batch_size: int, rounds: int | None = None) -> cli.ArgumentParser:
+    """Return a parser of what all benchmarks take, with these defaults; without `rounds` there is no --rounds."""
+    parser = cli.ArgumentParser(doc)
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to train on")
+    parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
+    parser.add_argument("--epochs", type=cli.positive_int, default=epochs, help="of a run; in floor.py, of a turn")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=batch_size, help="over all processes")
+    parser.add_argument("--device", help="default: an accelerator, else cpu")
+    if rounds:
+        parser.add_argument("--rounds", type=cli.positive_int, default=rounds, help="how often to measure everything")
+    return parser
+
+
+def task_of(args, epochs: int) -> list[str]:
+    """Return the arguments that give a script the task of this benchmark."""
+    task = {"dataset": args.dataset, "data-path": args.data_path, "model": args.model, "epochs": epochs,
+            "batch-size": args.batch_size, "device": args.device}
+    return [word for name, value in task.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def training_scripts() -> list[str]:
+    """Return the names of all training scripts, train.py first."""
+    return sorted(path.name for path in ROOT.glob("train*.py"))
+
+
+def launch(processes: int, target: str, *arguments: str) -> list[str]:
+    """Return the command that starts a script or a module under torchrun, or by itself for 0 processes."""
+    words = [target, *arguments] if target.endswith(".py") else ["-m", target, *arguments]
+    if processes:
+        with socket.create_server(("", 0)) as server:  # a free port: --standalone's rendezvous does not survive pauses
+            port = server.getsockname()[1]
+        words = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}", *words]
+    return [sys.executable, *words]
+
+
+def launch_script(processes: int, script: str, *arguments: str) -> list[str]:
+    """Return the command that starts a script as its docstring does: with or without a launcher, and its options."""
+    doc = (ROOT / script).read_text().split('"""')[1]
+    options = {"--nprocs": processes, "--accum-steps": 2}
+    extra = [word for name, value in options.items() if name in doc for word in (name, str(value))]
+    first = re.search(rf"^    (.*) {re.escape(script)}", doc, re.M)[1]
+    return launch(0 if first == "python" else processes, script, *extra, *arguments)
+
+
+def read_epochs(lines: Iterable[str]) -> Iterator[dict[str, float]]:
+    """Yield what each line about an epoch reports: its seconds and speed; from a script, accuracy and memory too."""
+    for match in filter(None, map(EPOCH.fullmatch, lines)):
+        yield {name: float(text.replace(",", "")) for name, text in match.groupdict().items() if text}
+
+
+def in_turns(names: list[str], rounds: int) -> list[tuple[int, str]]:
+    """Return (round, name) for each name in each round; each round begins with another name."""
+    return [(number, names[(place + number) % len(names)]) for number in range(rounds) for place in range(len(names))]
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all its living descendants."""
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+class Contender:
+    """One launch, paused after its first epoch except during its turns; an epoch trains on so many `images`."""
+
+    def __init__(self, command: list[str], images: int, threads: int | None = None):
+        self.command, self.images, self.speeds, self.between = command, images, [], []
+        self.errors = tempfile.TemporaryFile("w+")
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        begin = time.perf_counter()
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+                                        env=environment)
+        self.epochs = read_epochs(self.process.stdout)
+        try:
+            first = self._next_epoch()
+        except BaseException:  # Ctrl-C too: the caller does not have this object yet
+            self.end()
+            raise
+        self.start_up = time.perf_counter() - begin - first["seconds"]
+        self.paused_at = self._signal(psutil.Process.suspend)
+
+    def turn(self, epochs: int) -> None:
+        """Run for `epochs` epochs and note the median of their images/s.
+
+        The pause began early in the first of them. If that takes more than LONG seconds, the pause is subtracted from
+        its time. Otherwise it does not count, and one more epoch runs.
+        """
+        paused = time.perf_counter() - self.paused_at
+        self._signal(psutil.Process.resume)
+        speeds = []
+        last = time.perf_counter()
+        while len(speeds) < epochs:
+            epoch = self._next_epoch()
+            now = time.perf_counter()
+            whole = epoch["seconds"] <= now - last  # otherwise its clock includes the pause
+            seconds = epoch["seconds"] if whole else epoch["seconds"] - paused
+            if speeds or whole or seconds > LONG:  # both numbers are rounded: take the one with more digits
+                speeds.append(self.images / seconds if seconds > LONG else epoch["speed"])
+                self.between.append(now - last - seconds)
+            last, paused = now, 0
+        self.paused_at = self._signal(psutil.Process.suspend)
+        self.speeds.append(spread(speeds)["median"])
+
+    def end(self) -> None:
+        """Kill the launch: its command has more epochs than it needs."""
+        if self.process.poll() is None:
+            self._signal(psutil.Process.kill)
+        self.process.wait()
+
+    def _next_epoch(self):
+        for epoch in self.epochs:
+            return epoch
+        self.errors.seek(0)
+        sys.exit(f"{' '.join(self.command)} ended early:\n{self.errors.read()}")
+
+    def _signal(self, action):
+        for process in family(self.process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ctrl-C ends it, too
+                action(process)
+        return time.perf_counter()
+
+
+def machine(device: torch.device, *paths: str) -> dict:
+    """Return what figures depend on: hardware, versions, and the last commit that changed `paths` (default: any)."""
+    name, vectors = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
+    if Path("/proc/cpuinfo").exists():
+        text = Path("/proc/cpuinfo").read_text()
+        name = (re.findall(r"model name\s*: (.*)", text) or [name])[0]  # absent on ARM
+        vectors += " with AMX" * ("amx_bf16" in text)  # units that multiply matrices in bf16
+    gpu = None
+    if device.type != "cpu":
+        ask = getattr(torch.get_device_module(device), "get_device_name", None)
+        gpu = ask(device) if ask else device.type
+    commit, changes = (
+        subprocess.run(["git", *words, "--", *paths], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        for words in (["log", "-1", "--format=%h"], ["status", "--porcelain", "--untracked-files=no"]))
+    return {"cpu": name, "cores": os.cpu_count(), "vectors": vectors, "gpu": gpu,
+            "python": platform.python_version(), "torch": torch.__version__,
+            "commit": commit + "-dirty" * bool(changes), "date": time.strftime("%Y-%m-%d")}

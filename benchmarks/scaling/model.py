@@ -1,0 +1,107 @@
+"""How long a training step takes on 1 to 1,024 processes, from the model's size, its step on one, and the links."""
+import math
+
+PROCESSES, WORLD = [1, 2, 8, 16, 64, 256, 1024], 1024
+NODE = 8  # GPUs of one host
+BUCKET = 25 * 2 ** 20  # bytes: DistributedDataParallel's bucket_cap_mb
+LINKS = {  # bytes/s into and out of one host, and the seconds of one hop; docs/scaling.md has the sources
+    "10 Gb/s a host": {"bandwidth": 10e9 / 8, "latency": 50e-6},
+    "100 Gb/s a host": {"bandwidth": 100e9 / 8, "latency": 14e-6},
+    "400 Gb/s a GPU": {"bandwidth": NODE * 400e9 / 8, "latency": 14e-6}}
+NVLINK = {"bandwidth": 450e9, "latency": 3.4e-6}  # bytes/s in each direction between the GPUs of one host
+TCP_LATENCY = 50e-6  # of gloo, at any bandwidth
+BACKWARD = 2 / 3  # of a step
+REMEDIES = {"plain": {}, "accumulate": {"micro_batches": 4}, "bf16": {"compress": 2},
+            "both": {"micro_batches": 4, "compress": 2}}
+
+
+def ring(count: int, size: float, bandwidth: float, latency: float) -> float:
+    """Return the seconds of a ring all-reduce of `size` bytes over `count` members."""
+    return 2 * (count - 1) / count * size / bandwidth + 2 * (count - 1) * latency
+
+
+def tree(count: int, size: float, bandwidth: float, latency: float) -> float:
+    """Return the seconds of a double binary tree: few hops, and each member sends all the bytes up and down."""
+    return 2 * size / bandwidth + 2 * math.ceil(math.log2(count)) * latency
+
+
+def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True) -> float:
+    """Return the seconds of an all-reduce of `size` bytes: one ring on CPUs; on GPUs within each host, then across.
+
+    Across hosts each GPU carries one NODE-th of the bytes at the same time: together `size`, through the host's share
+    of the link. NCCL takes a tree if that is faster than the ring; gloo has only the ring.
+    """
+    if not on_gpus:
+        return ring(processes, size, link["bandwidth"], TCP_LATENCY)
+    hosts, ways = processes // NODE, (ring, tree) if trees else (ring,)
+    across = min(way(hosts, size, **link) for way in ways) if hosts > 1 else 0
+    return ring(min(processes, NODE), size, **NVLINK) + across
+
+
+def bucket_time(model: dict, processes: int, link: dict, compress=1, trees=True) -> tuple[int, float]:
+    """Return the number of DDP's buckets and the seconds of the all-reduce of one."""
+    buckets = max(1, math.ceil(4 * model["parameters"] / BUCKET))
+    size = 4 * model["parameters"] / compress / buckets
+    return buckets, all_reduce(processes, size, link, model["on_gpus"], trees)
+
+
+def step_time(model: dict, processes: int, link: dict, micro_batches=1, **options) -> float:
+    """Return the seconds of one optimizer step of a model under DDP.
+
+    Buckets fill evenly during the backward pass, and are sent one after the other while it continues. The last one is
+    full when the pass ends, so nothing hides its all-reduce.
+    """
+    seconds = model["step_seconds"]
+    if processes == 1:
+        return micro_batches * seconds
+    buckets, one = bucket_time(model, processes, link, **options)
+    computed = BACKWARD * seconds / buckets  # of the backward pass, for each bucket
+    last = (1 - BACKWARD) * seconds + computed + (buckets - 1) * max(computed, one) + one
+    return (micro_batches - 1) * seconds + last
+
+
+def sharded_step_time(model: dict, processes: int, link: dict) -> float:
+    """Return the seconds of one step under FSDP2: a gather in the forward pass, another and a scatter in the backward.
+
+    Each is half an all-reduce, in a ring (NCCL has no tree for them across hosts of several GPUs), and hides behind the
+    computation of another unit, except the first gather and the last scatter.
+    """
+    seconds, units = model["step_seconds"], model["units"]
+    half = all_reduce(processes, 4 * model["parameters"] / units, link, trees=False) / 2
+    forward, backward = (1 - BACKWARD) * seconds / units, BACKWARD * seconds / units
+    return (half + (units - 1) * max(forward, half) + forward
+            + half + (units - 1) * max(backward, 2 * half) + backward + half)
+
+
+def shortest_step(model: dict, processes: int, link: dict, wanted=0.9) -> float:
+    """Return the seconds that a process must compute in a step for an efficiency of `wanted` under plain DDP."""
+    buckets, one = bucket_time(model, processes, link)
+    behind = buckets * one / (1 / wanted - (1 - BACKWARD) - BACKWARD / buckets)  # if sending is slower than backward
+    return max(one / (1 / wanted - 1), behind)
+
+
+def efficiency(model: dict, processes: int, link: dict, micro_batches=1, **options) -> float:
+    """Return t(1) / t(p) in weak scaling: every process has the same work at any number of processes."""
+    return micro_batches * model["step_seconds"] / step_time(model, processes, link, micro_batches, **options)
+
+
+def compute(models: dict) -> dict:
+    """Return all figures that follow from the models (of `measure`)."""
+    tables = {"efficiency": {}, "remedies": {}, "ninety": {}, "rings_alone": {}, "memory": {}}
+    for name, model in models.items():
+        for row, link in ((f"{name}, {where}", link) for where, link in LINKS.items()
+                          if model["on_gpus"] or "GPU" not in where):
+            tables["efficiency"][row] = [efficiency(model, count, link) for count in PROCESSES]
+            tables["ninety"][row] = [shortest_step(model, count, link) for count in (8, 64, 1024)]
+            found = tables["remedies"][row] = {key: efficiency(model, WORLD, link, **options)
+                                               for key, options in REMEDIES.items()}
+            if "units" in model:
+                found["sharded"] = model["step_seconds"] / sharded_step_time(model, WORLD, link)
+            if model["on_gpus"]:
+                tables["rings_alone"][row] = efficiency(model, WORLD, link, trees=False)
+    sizes = {name: model["parameters"] for name, model in models.items()}
+    for name, size in (sizes | {"3 billion parameters": 3e9, "7 billion parameters": 7e9}).items():
+        # weights 4, gradients, which are views into DDP's buckets, 4; momentum 4, or Adam's two averages 8
+        tables["memory"][name] = {"ddp_sgd": 12 * size, "ddp_adam": 16 * size,
+                                  **{f"fsdp_adam_{count}": 16 * size / count for count in (8, 64, 1024)}}
+    return tables
