@@ -22,25 +22,26 @@ COLOURS = ["blue", "orange", "green", "purple"]  # of the processes, by rank
 class Drawing:
     """An SVG picture, 720 wide, in the colours of the theme."""
 
-    def __init__(self, height):
-        self.height, self.parts = height, []
+    def __init__(self, height: int) -> None:
+        self.height = height
+        self.parts: list[str] = []
 
-    def shape(self, tag, **attributes):
+    def shape(self, tag: str, **attributes: object) -> None:
         listed = " ".join(f'{name.removesuffix("_")}="{value}"' for name, value in attributes.items())
         self.parts.append(f"<{tag} {listed}/>")
 
-    def text(self, x, y, text, css="t", anchor="middle"):
+    def text(self, x: float, y: float, text: str, css: str = "t", anchor: str = "middle") -> None:
         place = f'x="{x:g}" y="{y:g}" class="{css}" text-anchor="{anchor}"'
         self.parts.append(f"<text {place}>{html.escape(text)}</text>")
 
-    def box(self, x, y, width, height, css="box", round_=6):
+    def box(self, x: float, y: float, width: float, height: float, css: str = "box", round_: int = 6) -> None:
         self.shape("rect", x=f"{x:g}", y=f"{y:g}", width=f"{width:g}", height=f"{height:g}", rx=round_,
                    class_=css)
 
-    def line(self, *points, css="line"):
+    def line(self, *points: tuple[float, float], css: str = "line") -> None:
         self.shape("polyline", points=" ".join(f"{x:g},{y:g}" for x, y in points), class_=css)
 
-    def arrow(self, x, y, x_end, y_end, css="line"):
+    def arrow(self, x: float, y: float, x_end: float, y_end: float, css: str = "line") -> None:
         """Draw an arrow; its head takes the colour of the line."""
         angle = math.atan2(y_end - y, x_end - x)
         head = [(x_end - 10 * math.cos(angle + turn), y_end - 10 * math.sin(angle + turn))
@@ -49,7 +50,7 @@ class Drawing:
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in [(x_end, y_end), *head])
         self.shape("polygon", points=points, class_=css.split()[0] + " head")
 
-    def svg(self):
+    def svg(self) -> str:
         rules = "".join(f".{name}{{stroke:var(--{name})}}"
                         f".{name}:is(.fill,.head,.t){{fill:var(--{name});stroke:none}}" for name in COLOURS)
         light, dark = (";".join(f"--{name}:{value}" for name, value in theme.items())
@@ -69,7 +70,7 @@ RULES = ("text{font:14px system-ui,sans-serif;fill:var(--text)}.small{font-size:
          ".on{fill:var(--back);stroke:none;font-weight:600}")
 
 
-def ranks():
+def ranks() -> Drawing:
     drawing = Drawing(215)
     for node in range(2):
         x = 15 + 350 * node
@@ -88,7 +89,7 @@ def ranks():
     return drawing
 
 
-def dataparallel():
+def dataparallel() -> Drawing:
     drawing = Drawing(285)
     drawing.box(15, 10, 690, 262, "open")
     drawing.text(30, 32, "one process, one Python thread per device", "t small", "start")
@@ -110,7 +111,7 @@ def dataparallel():
     return drawing
 
 
-def ring():
+def ring() -> Drawing:
     drawing = Drawing(300)
     places = [(60, 40), (460, 40), (460, 190), (60, 190)]
     for rank, (x, y) in enumerate(places):
@@ -135,7 +136,7 @@ def ring():
     return drawing
 
 
-def average():
+def average() -> Drawing:
     drawing = Drawing(250)
     start = (60, 200)
     vectors = [(130, -155), (230, -30), (110, -60), (210, -105)]
@@ -152,15 +153,12 @@ def average():
     return drawing
 
 
-def batchnorm():
+def batchnorm() -> Drawing:
     drawing = Drawing(260)
     values = random.Random(7)
-    everything = []
-    rows = [[values.gauss(0, 1) for _ in range(8)] for _ in range(4)]
-    for rank, row in enumerate(rows):
-        everything += [(value, COLOURS[rank]) for value in row]
-    shown = [(f"rank {rank}", [(value, COLOURS[rank]) for value in row]) for rank, row in enumerate(rows)]
-    for number, (name, row) in enumerate([*shown, ("SyncBatchNorm", everything)]):
+    rows = [[(values.gauss(0, 1), colour) for _ in range(8)] for colour in COLOURS]
+    shown = [(f"rank {rank}", row) for rank, row in enumerate(rows)]
+    for number, (name, row) in enumerate([*shown, ("SyncBatchNorm", sum(rows, []))]):
         y = 30 + 44 * number + (14 if number == 4 else 0)
         drawing.text(20, y + 5, name, "t strong" if number == 4 else "t", "start")
         drawing.line((150, y), (700, y), css="line thin")
@@ -173,10 +171,10 @@ def batchnorm():
     return drawing
 
 
-def half():
+def half() -> Drawing:
     drawing = Drawing(290)
 
-    def at(power):
+    def at(power: float) -> float:
         return 120 + (power + 150) * 2.05
 
     formats = [("float32", -149, 128, "green"), ("bfloat16", -133, 128, "purple"),
@@ -201,10 +199,10 @@ def half():
     return drawing
 
 
-def accumulate():
+def accumulate() -> Drawing:
     drawing = Drawing(240)
 
-    def row(y, name, sends):
+    def row(y: int, name: str, sends: set[int]) -> None:
         drawing.text(15, y + 19, name, "t strong", "start")
         x = 110
         for micro_batch in range(4):
@@ -230,7 +228,7 @@ def accumulate():
     return drawing
 
 
-def shares():
+def shares() -> Drawing:
     drawing = Drawing(222)
     order = [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]
     for row, (name, cells) in enumerate([("DistributedSampler", [*order, 4, 1]),
@@ -252,7 +250,7 @@ def shares():
     return drawing
 
 
-def drawings():
+def drawings() -> dict[str, str]:
     """Return the text of every picture by its name."""
     made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares]
     return {drawing.__name__: drawing().svg() for drawing in made}
