@@ -16,9 +16,6 @@ import torch
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
-if sys.platform != "win32":
-    import fcntl
-
 LOCK_SECONDS = 100  # an NFSv4 server drops the locks of a crashed host when its lease ends; on Linux that is 90 s
 
 _locks: list[TextIO] = []  # open as long as the process lives
@@ -43,8 +40,10 @@ def make_folder(path: str | Path, lock: bool = True) -> Path:
 
 def _lock(path: str | Path, file: TextIO) -> TextIO:
     """Lock the `file` of the folder `path` and return it; warn where the file system has no locks."""
-    if sys.platform == "win32":  # has no such locks
+    if sys.platform == "win32":  # has no fcntl
         return file
+    import fcntl
+
     end = time.monotonic() + LOCK_SECONDS
     waiting = False
     while True:

@@ -19,9 +19,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in text
-        return text + " (default: %(default)s)" if shown else text
+        shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in str(action.help)
+        return f"{action.help} (default: %(default)s)" if shown else str(action.help)
 
 
 def _number(convert: Callable[[str], float], holds: Callable[[float], bool], wanted: str) -> Callable[[str], float]:

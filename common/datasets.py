@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.error import URLError
 
 import numpy as np
@@ -24,7 +24,6 @@ from .launch import cores_per_process
 from .reduce import is_main_process
 from .signals import tie_worker
 
-T = TypeVar("T")
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
 PINNED = ("cuda", "xpu")  # devices that copy from pinned memory
 SPLIT_SEED = 0  # of the train/val split where a set has none: every run, whatever its --seed, has the same one
@@ -39,8 +38,7 @@ COLOUR: dict[str, tuple] = {
 }
 
 
-def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Path
-                    ) -> "tuple[ArrayDataset, ArrayDataset] | tuple[FolderDataset, FolderDataset]":
+def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Path) -> tuple[Any, Any]:
     """Return the training and the validation set of `name`, one of DATASETS.
 
     `path` is where torchvision's sets are, or are downloaded to by one process while the others wait; for "folder"
@@ -145,7 +143,6 @@ class Normalize(nn.Module):
 
     scale: Tensor
     shift: Tensor
-
     def __init__(self, dataset: ArrayDataset | FolderDataset) -> None:
         super().__init__()
         mean, std = (torch.tensor(value).reshape(1, -1, 1, 1) for value in (dataset.mean, dataset.std))
@@ -156,7 +153,7 @@ class Normalize(nn.Module):
         return torch.addcmul(self.shift, images.to(self.scale.dtype), self.scale)
 
 
-def whole_batch(batch: T) -> T:
+def whole_batch(batch: Any) -> Any:
     """Return a batch as `__getitems__` made it (a function with a name: a lambda does not reach a spawned worker)."""
     return batch
 

@@ -1,7 +1,6 @@
 """Devices: which one a process takes, and how torch is set up for them."""
 import os
 from collections.abc import Collection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,8 @@ def count_processes(name: str | None) -> int:
 
 def _choose(name: str | None, local_rank: int | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    group: dict[str, Any] = {} if local_rank is None else {
-        "local_rank": local_rank, "processes": launch.local_world_size(), "in_groups": device_types_in_groups()}
+    group: dict = {} if local_rank is None else {"local_rank": local_rank, "processes": launch.local_world_size(),
+                                                 "in_groups": device_types_in_groups()}
     count = torch.accelerator.device_count()
     return torch.device(choose_device(name, accelerator.type if accelerator else None, count, **group))
 

@@ -4,7 +4,6 @@ import io
 import os
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content, whatever the extensi
 MAX_PIXELS = 100_000_000
 
 
-def find_files(folder: str | Path) -> list[str]:
+def find_files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the image files below `folder`, sorted, through symbolic links and without hidden files.
 
     A broken link counts as a file: the error comes when it is read. Raises UsageError for a folder that cannot be
@@ -39,7 +38,7 @@ def find_files(folder: str | Path) -> list[str]:
     return found
 
 
-def decode(path: str | Path) -> torch.Tensor:
+def decode(path: str | os.PathLike[str]) -> torch.Tensor:
     """Return an image file as `uint8` (3, H, W), upright; alpha is dropped, 16 bits are scaled to 8.
 
     Raises ProcessError, naming the file, if it is no image, is damaged, or has too many pixels: see `read`.
@@ -54,7 +53,7 @@ def decode(path: str | Path) -> torch.Tensor:
     return pixels
 
 
-def read(path: str | Path) -> tuple[np.ndarray, Image.Image]:
+def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, Image.Image]:
     """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, of which only the header is decoded.
 
     Raises ProcessError, naming the file, for more pixels than the environment variable MAX_IMAGE_PIXELS allows, for
@@ -81,7 +80,7 @@ def read(path: str | Path) -> tuple[np.ndarray, Image.Image]:
 
 
 @contextlib.contextmanager
-def _errors_name(path: str | Path) -> Iterator[None]:
+def _errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError:

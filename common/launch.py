@@ -48,8 +48,7 @@ def cores_per_process() -> int:
     (Slurm's task/affinity, `torchrun --numa-binding`, numactl) are not.
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
-        cores = os.cpu_count() or 1
-        return share_cores(cores, cores, local_world_size())
+        return max(1, (os.cpu_count() or 1) // local_world_size())
     own = os.sched_getaffinity(0)
     started_by_torch = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process()
     if "SLURM_CPUS_ON_NODE" in os.environ and not started_by_torch:

@@ -2,8 +2,6 @@
 import math
 import types
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +62,7 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     return model
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str) -> None:
     """Copy into `model` the tensors of the file `path` that match by name and shape; the main process lists the rest.
 
     The file is a `state_dict`, or a checkpoint of any script here. Raises UsageError when nothing matches.
@@ -109,7 +107,7 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return the trainable parameters for an optimizer, in two groups: biases and BatchNorm are not decayed.
 
     Goyal et al. 2017, arXiv:1706.02677, section 5.1, for BatchNorm; biases as in He et al. 2018, arXiv:1812.01187.

@@ -47,7 +47,10 @@ class Script:
         return self.parents[0] if self.parents else None
 
 
-def read_scripts(root: Path = ROOT) -> dict[str, Script]:
+Scripts = dict[str, Script]
+
+
+def read_scripts(root: Path = ROOT) -> Scripts:
     """Return the scripts by name, each parent before its children."""
     found = {}
     for path in markers.scripts(root):
@@ -72,7 +75,7 @@ def read_scripts(root: Path = ROOT) -> dict[str, Script]:
     return ordered
 
 
-def read_uses(path):
+def read_uses(path: Path) -> dict[str, tuple[str, str]]:
     """Return {script: (when to use it, when not)} from the table of scripts in README.md."""
     lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
@@ -82,7 +85,7 @@ def read_uses(path):
     return {match[1]: (row[when], row[when_not]) for match, row in linked if match}
 
 
-def read_parts(path):
+def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
     """Return [(id, heading, lines it stands beside)] of the sections of how-it-works.md."""
     parts = []
     for section in re.split(r"^(?=## )", path.read_text(), flags=re.M)[1:]:
@@ -92,7 +95,7 @@ def read_parts(path):
     return parts
 
 
-def build(root=ROOT):
+def build(root: Path = ROOT) -> str:
     """Return the page."""
     docs = root / "docs"
     scripts = read_scripts(root)
@@ -117,17 +120,18 @@ def build(root=ROOT):
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], page)
 
 
-def _comparisons(scripts, traps, parts):
+def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> tuple[dict, dict]:
     """Return (what page.js reads, {(left, right): changed lines})."""
-    table, places = [], {}  # the scripts share most of their lines: each is kept once
+    table: list[str] = []
+    places: dict[str, int] = {}  # the scripts share most of their lines: keep each once
 
-    def place(line):
+    def place(line: str) -> int:
         if line not in places:
             places[line] = len(table)
             table.append(line)
         return places[line]
 
-    def notes_for(left_lines, right_lines):
+    def notes_for(left_lines: list[str], right_lines: list[str]) -> tuple[list[str], list[str]]:
         lines = {_as_read(line) for line in [*left_lines, *right_lines]}
         beside_traps = [trap.name for trap in traps.values()
                         if (trap.beside or trap.right.splitlines()[0].strip()) in lines]
@@ -141,7 +145,7 @@ def _comparisons(scripts, traps, parts):
             counts[left, right] = count
     listed = [{"name": script.name, "parents": script.parents, "doc": script.docstring_end,
                "blocks": [[block.first - 1, block.last - 1, block.tag] for block in script.marked],
-               "lines": [place(line) for line in texts.colour("\n".join(script.lines))]}
+               "lines": [place(line) for line in texts.color("\n".join(script.lines))]}
               for script in scripts.values()]
     tags = list(dict.fromkeys(block.tag for script in scripts.values() for block in script.marked))
     return {"scripts": listed, "tags": tags, "table": table, "pairs": pairs,
@@ -149,7 +153,7 @@ def _comparisons(scripts, traps, parts):
             "parts": {name: heading for name, heading, _ in parts}}, counts
 
 
-def _tree(scripts, counts, uses, parent):
+def _tree(scripts: Scripts, counts: dict, uses: dict[str, tuple[str, str]], parent: str | None) -> str:
     """Return the scripts that descend from `parent` as nested lists."""
     items = []
     for script in scripts.values():
@@ -177,15 +181,15 @@ def _tree(scripts, counts, uses, parent):
     return f"<ul>{''.join(items)}</ul>" if items else ""
 
 
-def _prose(path, docs):
+def _prose(path: Path, docs: Path) -> str:
     """Return one of the texts as HTML, with its pictures, and links to the page's own anchors."""
     how = path.name == "how-it-works.md"
 
-    def identify(heading):
+    def identify(heading: str) -> str:
         trap = texts.TRAP.fullmatch(heading)
         return trap[1] if trap else f"{'how' if how else 'pitfalls'}-{_slug(heading)}"
 
-    def link(target):
+    def link(target: str) -> str:
         file, _, anchor = target.partition("#")
         if target.startswith("http"):
             return target
@@ -200,7 +204,7 @@ def _prose(path, docs):
             raise texts.TextError(f"{path.name}: a link leads nowhere: {target}")
         return target
 
-    def picture(source, description):
+    def picture(source: str, description: str) -> str:
         drawing = (docs / source).read_text()
         drawing = re.sub(r"<\?xml.*?\?>\s*|<style>.*?</style>\s*", "", drawing, flags=re.S)
         return f'<figure role="img" tabindex="0" aria-label="{html.escape(description)}">{drawing}</figure>'
@@ -215,17 +219,17 @@ def _prose(path, docs):
     return rendered
 
 
-def _slug(heading):
+def _slug(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
-def _as_read(line):
+def _as_read(line: str) -> str:
     """Return a line as the texts name it: without indentation, and a marker as its reason alone."""
     match = markers.MARKER.fullmatch(line)
     return f"# {match[2]}" if match and match[2] else line.strip()
 
 
-def _check(root, scripts, traps, parts):
+def _check(root: Path, scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> None:
     """Raise TextError for what the texts name and the scripts do not have."""
     code = {_as_read(line) for script in scripts.values() for line in script.lines}
     for trap in traps.values():
@@ -239,7 +243,7 @@ def _check(root, scripts, traps, parts):
             raise texts.TextError(f"{file}: '{what}' stands beside a line that no script has: {line}")
 
 
-def main():
+def main() -> None:
     target = DOCS / "index.html"
     try:
         page = build()

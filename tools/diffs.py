@@ -13,14 +13,21 @@ import difflib
 import functools
 import itertools
 import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import markers
 
+if TYPE_CHECKING:
+    from build_page import Script
+
 DIFFERENT = 0.5  # two lines with less in common count as wholly different
+Pair = tuple[int | None, int | None]
 BARE = re.compile(r"\s*(# new # [\w-]+)?")
 
 
-def compare(left, right, notes_for):
+def compare(left: "Script", right: "Script",
+            notes_for: Callable[[list[str], list[str]], tuple]) -> tuple[list, int, int]:
     """Return (steps, changed lines, changes) from script `left` to `right`, which is no ancestor of `left`.
 
     `notes_for(left_lines, right_lines)` returns what belongs beside the lines of a change; only the child's lines
@@ -55,39 +62,39 @@ def compare(left, right, notes_for):
     return _joined(steps), count, changes
 
 
-def _at(lines, index):
+def _at(lines: list[str], index: int | None) -> str | None:
     return None if index is None else lines[index]
 
 
-def is_code(line):
+def is_code(line: str) -> bool:
     """Return whether a line is neither blank nor comment."""
     return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
-def _counts(old, new, child):
+def _counts(old: str | None, new: str | None, child: bool) -> bool:
     """Return whether a row shows a change; in a child, a marker without a reason does, too."""
     if child and new and new.strip():
         return True
     return any(line and not BARE.fullmatch(line) for line in (old, new))
 
 
-def _anchors(left, right):
+def _anchors(left: "Script", right: "Script") -> list[tuple[int, int]]:
     """Return the pairs of line numbers, behind the docstrings, at which the two scripts are equal."""
     old, new = markers.numbered(left.path, []), markers.numbered(right.path, [])
     if right.parents == [left.name]:
         removed = {number for block in right.blocks for number in block.removed}
         kept = [number for number, _ in old if number not in removed]
         return list(zip(kept, [number for number, _ in markers.numbered(right.path, right.blocks)], strict=True))
-    lines = [[line for _, line in side] for side in (old, new)]
-    blocks = difflib.SequenceMatcher(None, *lines, autojunk=False).get_matching_blocks()
+    matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in new], False)
+    blocks = matcher.get_matching_blocks()
     return [(old[a + k][0], new[b + k][0]) for a, b, size in blocks for k in range(size)]
 
 
-def _kind(line):
+def _kind(line: str) -> str:
     return "code" if is_code(line) else "comment" if line.strip() else "blank"
 
 
-def _pair_up(old, new, kind=None):
+def _pair_up(old: list[str], new: list[str], kind: Callable[[str], str] | None = None) -> list[Pair]:
     """Return pairs of indices (None for nothing), in order, of the lines that have most in common."""
     sides = [[(line, (kind or _kind)(line)) for line in side] for side in (old, new)]
     worth = [[_worth(*one, *other) for other in sides[1]] for one in sides[0]]
@@ -95,7 +102,8 @@ def _pair_up(old, new, kind=None):
     for a in range(len(old) - 1, -1, -1):
         for b in range(len(new) - 1, -1, -1):
             best[a][b] = max(best[a + 1][b], best[a][b + 1], worth[a][b] + best[a + 1][b + 1])
-    pairs, a, b = [], 0, 0
+    pairs: list[Pair] = []
+    a = b = 0
     while a < len(old) and b < len(new):
         if worth[a][b] and best[a][b] == worth[a][b] + best[a + 1][b + 1]:
             pairs.append((a, b))
@@ -109,7 +117,7 @@ def _pair_up(old, new, kind=None):
     return pairs + [(i, None) for i in range(a, len(old))] + [(None, i) for i in range(b, len(new))]
 
 
-def _worth(old, kind, new, other):
+def _worth(old: str, kind: str, new: str, other: str) -> float:
     """Return what it is worth that two lines face each other; code faces code even where little is alike."""
     if kind != other:
         return 0.0
@@ -122,16 +130,16 @@ def _worth(old, kind, new, other):
 
 
 @functools.lru_cache(maxsize=None)
-def _words(line):
+def _words(line: str) -> collections.Counter[str]:
     return collections.Counter(re.findall(r"\w+|[^\w\s]", line))
 
 
-def _likeness(old, new):
-    old, new = _words(old), _words(new)
-    return 2 * (old & new).total() / ((old.total() + new.total()) or 1)
+def _likeness(old: str, new: str) -> float:
+    left, right = _words(old), _words(new)
+    return 2 * (left & right).total() / ((left.total() + right.total()) or 1)
 
 
-def _docstrings(left, right):
+def _docstrings(left: "Script", right: "Script") -> list:
     old, new = left.lines[:left.docstring_end], right.lines[:right.docstring_end]
     if old == new:
         return [len(old)]
@@ -139,9 +147,10 @@ def _docstrings(left, right):
     return [_step(_at(old, a), _at(new, b)) for a, b in pairs]
 
 
-def _changes(old, new, child):
+def _changes(old: list[str], new: list[str], child: bool) -> Iterator[list[Pair]]:
     """Pair the lines of one stretch that differs; a marker of a child begins another change."""
-    change, begun = [], False
+    change: list[Pair] = []
+    begun = False
     for a, b in _pair_up(old, new):
         if child and begun and b is not None and markers.MARKER.fullmatch(new[b]):
             yield change
@@ -152,19 +161,19 @@ def _changes(old, new, child):
         yield change
 
 
-def _reason(script, numbers):
+def _reason(script: "Script", numbers: list[int]) -> str:
     return next((block.reason for block in script.blocks for number in numbers
                  if block.first <= number <= block.last), "")
 
 
-def _step(old, new, child=False):
+def _step(old: str | None, new: str | None, child: bool = False) -> str | list:
     if old is not None and new is not None:
         return "B1" if old == new or not (old.strip() or new.strip()) else ["r", *_parts(old, new)]
     letter = "a" if old is None else "l"
     return f"{letter if _counts(old, new, child) else letter.upper()}1"
 
 
-def _parts(old, new):
+def _parts(old: str, new: str) -> tuple[list[int], list[int]]:
     """Return the ranges of characters that differ in two versions of a line; none if little is alike."""
     names = [collections.Counter(re.findall(r"[^\W_]+", line)) for line in (old, new)]
     if 2 * (names[0] & names[1]).total() < DIFFERENT * (names[0] + names[1]).total():
@@ -172,7 +181,8 @@ def _parts(old, new):
     a, b = (re.findall(r"\w+|.", line) for line in (old, new))
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
     ends_a, ends_b = ([0, *itertools.accumulate(map(len, side))] for side in (a, b))
-    old_parts, new_parts = [], []
+    old_parts: list[int] = []
+    new_parts: list[int] = []
     for kind, i, i_end, j, j_end in matcher.get_opcodes():
         if kind != "equal":
             for parts, ends, first, last in ((old_parts, ends_a, i, i_end), (new_parts, ends_b, j, j_end)):
@@ -185,9 +195,9 @@ def _parts(old, new):
     return old_parts, new_parts
 
 
-def _joined(steps):
+def _joined(steps: list) -> list:
     """Join neighbouring steps of one kind."""
-    joined = []
+    joined: list = []
     for step in steps:
         last = joined[-1] if joined else None
         if isinstance(step, int) and isinstance(last, int):

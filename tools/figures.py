@@ -16,31 +16,32 @@ THEMES = {
              "soft": "#9aa4b1", "blue": "#6ea8ec", "orange": "#e8a15c", "green": "#6cc588",
              "purple": "#c79be6"},
 }
-COLOURS = ["blue", "orange", "green", "purple"]  # of the processes, by rank
+COLORS = ["blue", "orange", "green", "purple"]  # of the processes, by rank
 
 
 class Drawing:
     """An SVG figure, 720 pixels wide, in the colors of the theme."""
 
-    def __init__(self, height):
-        self.height, self.parts = height, []
+    def __init__(self, height: int) -> None:
+        self.height = height
+        self.parts: list[str] = []
 
-    def shape(self, tag, **attributes):
+    def shape(self, tag: str, **attributes: object) -> None:
         listed = " ".join(f'{name.removesuffix("_")}="{value}"' for name, value in attributes.items())
         self.parts.append(f"<{tag} {listed}/>")
 
-    def text(self, x, y, text, css="t", anchor="middle"):
+    def text(self, x: float, y: float, text: str, css: str = "t", anchor: str = "middle") -> None:
         place = f'x="{x:g}" y="{y:g}" class="{css}" text-anchor="{anchor}"'
         self.parts.append(f"<text {place}>{html.escape(text)}</text>")
 
-    def box(self, x, y, width, height, css="box", round_=6):
+    def box(self, x: float, y: float, width: float, height: float, css: str = "box", round_: int = 6) -> None:
         self.shape("rect", x=f"{x:g}", y=f"{y:g}", width=f"{width:g}", height=f"{height:g}", rx=round_,
                    class_=css)
 
-    def line(self, *points, css="line"):
+    def line(self, *points: tuple[float, float], css: str = "line") -> None:
         self.shape("polyline", points=" ".join(f"{x:g},{y:g}" for x, y in points), class_=css)
 
-    def arrow(self, x, y, x_end, y_end, css="line"):
+    def arrow(self, x: float, y: float, x_end: float, y_end: float, css: str = "line") -> None:
         """Draw an arrow whose head has the color of its line."""
         angle = math.atan2(y_end - y, x_end - x)
         head = [(x_end - 10 * math.cos(angle + turn), y_end - 10 * math.sin(angle + turn))
@@ -49,9 +50,9 @@ class Drawing:
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in [(x_end, y_end), *head])
         self.shape("polygon", points=points, class_=css.split()[0] + " head")
 
-    def svg(self):
+    def svg(self) -> str:
         rules = "".join(f".{name}{{stroke:var(--{name})}}"
-                        f".{name}:is(.fill,.head,.t){{fill:var(--{name});stroke:none}}" for name in COLOURS)
+                        f".{name}:is(.fill,.head,.t){{fill:var(--{name});stroke:none}}" for name in COLORS)
         light, dark = (";".join(f"--{name}:{value}" for name, value in theme.items())
                        for theme in THEMES.values())
         style = (f"svg{{{light};background:var(--back)}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
@@ -69,7 +70,7 @@ RULES = ("text{font:14px system-ui,sans-serif;fill:var(--text)}.small{font-size:
          ".on{fill:var(--back);stroke:none;font-weight:600}")
 
 
-def ranks():
+def ranks() -> Drawing:
     drawing = Drawing(215)
     for node in range(2):
         x = 15 + 350 * node
@@ -78,7 +79,7 @@ def ranks():
         for local in range(2):
             rank = 2 * node + local
             left = x + 12 + 162 * local
-            drawing.box(left, 48, 154, 84, f"fill {COLOURS[rank]}")
+            drawing.box(left, 48, 154, 84, f"fill {COLORS[rank]}")
             drawing.text(left + 77, 72, "process", "on")
             drawing.text(left + 77, 94, f"rank {rank}", "on")
             drawing.text(left + 77, 116, f"local rank {local}", "on")
@@ -88,7 +89,7 @@ def ranks():
     return drawing
 
 
-def dataparallel():
+def dataparallel() -> Drawing:
     drawing = Drawing(285)
     drawing.box(15, 10, 690, 262, "open")
     drawing.text(30, 32, "one process, one Python thread per device", "t small", "start")
@@ -97,7 +98,7 @@ def dataparallel():
                                 "the sum of gradients"]):
         drawing.text(130, 80 + 36 * row, line, "on")
     for device, y in ((1, 50), (2, 160)):
-        drawing.box(500, y, 190, 90, f"fill {COLOURS[device]}")
+        drawing.box(500, y, 190, 90, f"fill {COLORS[device]}")
         drawing.text(595, y + 26, f"device {device}", "on")
         drawing.text(595, y + 50, "a copy of the model,", "on")
         drawing.text(595, y + 72, "for this step only", "on")
@@ -110,14 +111,14 @@ def dataparallel():
     return drawing
 
 
-def ring():
+def ring() -> Drawing:
     drawing = Drawing(300)
     places = [(60, 40), (460, 40), (460, 190), (60, 190)]
     for rank, (x, y) in enumerate(places):
         drawing.text(x, y - 8, f"rank {rank}", "t strong", "start")
         for chunk in range(4):
             sent = chunk == rank
-            drawing.box(x + 50 * chunk, y, 46, 46, f"fill {COLOURS[rank]}" + ("" if sent else " faint"), 4)
+            drawing.box(x + 50 * chunk, y, 46, 46, f"fill {COLORS[rank]}" + ("" if sent else " faint"), 4)
             drawing.text(x + 50 * chunk + 23, y + 28, "abcd"[chunk], "on" if sent else "t")
     drawing.arrow(268, 63, 450, 63, "blue")
     drawing.text(359, 54, "a", "t strong")
@@ -135,13 +136,13 @@ def ring():
     return drawing
 
 
-def average():
+def average() -> Drawing:
     drawing = Drawing(250)
     start = (60, 200)
     vectors = [(130, -155), (230, -30), (110, -60), (210, -105)]
     for rank, (dx, dy) in enumerate(vectors):
-        drawing.arrow(*start, start[0] + dx, start[1] + dy, COLOURS[rank])
-        drawing.text(start[0] + dx + 8, start[1] + dy + 2, f"rank {rank}", f"t {COLOURS[rank]}", "start")
+        drawing.arrow(*start, start[0] + dx, start[1] + dy, COLORS[rank])
+        drawing.text(start[0] + dx + 8, start[1] + dy + 2, f"rank {rank}", f"t {COLORS[rank]}", "start")
     drawing.text(60, 232, "gradients of 16 samples each", "t small", "start")
     mean = [sum(part) / 4 for part in zip(*vectors, strict=True)]
     drawing.arrow(345, 130, 425, 130, "line bold")
@@ -152,15 +153,12 @@ def average():
     return drawing
 
 
-def batchnorm():
+def batchnorm() -> Drawing:
     drawing = Drawing(260)
     values = random.Random(7)
-    everything = []
-    rows = [[values.gauss(0, 1) for _ in range(8)] for _ in range(4)]
-    for rank, row in enumerate(rows):
-        everything += [(value, COLOURS[rank]) for value in row]
-    shown = [(f"rank {rank}", [(value, COLOURS[rank]) for value in row]) for rank, row in enumerate(rows)]
-    for number, (name, row) in enumerate([*shown, ("SyncBatchNorm", everything)]):
+    rows = [[(values.gauss(0, 1), colour) for _ in range(8)] for colour in COLORS]
+    shown = [(f"rank {rank}", row) for rank, row in enumerate(rows)]
+    for number, (name, row) in enumerate([*shown, ("SyncBatchNorm", sum(rows, []))]):
         y = 30 + 44 * number + (14 if number == 4 else 0)
         drawing.text(20, y + 5, name, "t strong" if number == 4 else "t", "start")
         drawing.line((150, y), (700, y), css="line thin")
@@ -173,10 +171,10 @@ def batchnorm():
     return drawing
 
 
-def half():
+def half() -> Drawing:
     drawing = Drawing(290)
 
-    def at(power):
+    def at(power: float) -> float:
         return 120 + (power + 150) * 2.05
 
     formats = [("float32", -149, 128, "green"), ("bfloat16", -133, 128, "purple"),
@@ -201,10 +199,10 @@ def half():
     return drawing
 
 
-def accumulate():
+def accumulate() -> Drawing:
     drawing = Drawing(240)
 
-    def row(y, name, sends):
+    def row(y: int, name: str, sends: set[int]) -> None:
         drawing.text(15, y + 19, name, "t strong", "start")
         x = 110
         for micro_batch in range(4):
@@ -230,7 +228,7 @@ def accumulate():
     return drawing
 
 
-def shares():
+def shares() -> Drawing:
     drawing = Drawing(222)
     order = [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]
     for row, (name, cells) in enumerate([("DistributedSampler", [*order, 4, 1]),
@@ -239,7 +237,7 @@ def shares():
         drawing.text(15, y + 24, name, "t strong", "start")
         for place, sample in enumerate(cells):
             repeated = place >= 10
-            colour = COLOURS[place % 4]
+            colour = COLORS[place % 4]
             drawing.box(180 + 44 * place, y, 40, 36, f"{'open' if repeated else 'fill'} {colour}", 4)
             drawing.text(200 + 44 * place, y + 24, str(sample), f"t {colour}" if repeated else "on")
         if row == 1:
@@ -252,7 +250,7 @@ def shares():
     return drawing
 
 
-def which_script():
+def which_script() -> Drawing:
     questions = [
         ("Do you only need to load pairs of images?", None),
         ("Is one device enough?", "train.py"),
@@ -269,24 +267,24 @@ def which_script():
         drawing.text(175, y + 22, question)
         drawing.arrow(335, y + 17, 455, y + 17)
         drawing.text(390, y + 11, "yes", "t small")
-        drawing.box(457, y, 248, 34, css=f"fill {COLOURS[0]}" if script else "box")
+        drawing.box(457, y, 248, 34, css=f"fill {COLORS[0]}" if script else "box")
         drawing.text(581, y + 22, script or "Does the GPU wait for the CPU?", "on" if script else "t")
         if not script:
             for x, answer, loader in ((507, "no", "loader.py"), (634, "yes", "loader_DALI.py")):
                 drawing.arrow(x, y + 34, x, y + 62)
                 drawing.text(x + 10, y + 53, answer, "t small", "start")
-                drawing.box(x - len(loader) * 5, y + 64, len(loader) * 10, 34, f"fill {COLOURS[1]}")
+                drawing.box(x - len(loader) * 5, y + 64, len(loader) * 10, 34, f"fill {COLORS[1]}")
                 drawing.text(x, y + 86, loader, "on")
         down = 116 if not script else 58
         drawing.arrow(175, y + 34, 175, y + down - 2)
         drawing.text(187, y + down // 2 + 22, "no", "t small", "start")
         y += down
-    drawing.box(15, y - 1, 320, 30, f"fill {COLOURS[0]}")
+    drawing.box(15, y - 1, 320, 30, f"fill {COLORS[0]}")
     drawing.text(175, y + 19, "train_DDP.py", "on")
     return drawing
 
 
-def drawings():
+def drawings() -> dict[str, str]:
     """Return the SVG text of every figure by name."""
     made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares, which_script]
     return {drawing.__name__.replace("_", "-"): drawing().svg() for drawing in made}

@@ -23,7 +23,7 @@ SECONDS = 400  # a mistake that makes a run hang counts as seen: the tests end w
 VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit codes
 
 
-def try_out(trap):
+def try_out(trap: texts.Trap) -> tuple[str, str, float]:
     """Return (verdict, the last line that pytest said, seconds) for a trap that is put back."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +43,7 @@ def try_out(trap):
     return verdict, (said or result.stdout.splitlines() or [""])[0].removeprefix("E").strip(), time.monotonic() - start
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a pitfall, such as D1 (default: all)")
     names = parser.parse_args().names
@@ -54,7 +54,7 @@ def main():
     rows, failed = [], False
     for trap in tqdm([traps[name] for name in names or traps]):
         if not trap.test.startswith("tests/"):
-            rows.append((trap, f"no test: {trap.test}", "", 0))
+            rows.append((trap, f"no test: {trap.test}", "", 0.0))
             continue
         verdict, said, seconds = try_out(trap)
         failed |= verdict not in ("red", "skipped")
@@ -65,7 +65,7 @@ def main():
     return int(failed)
 
 
-def report(rows):
+def report(rows: list[tuple[texts.Trap, str, str, float]]) -> None:
     """Write docs/mutations.md: what happened to every trap."""
     import torch
 

@@ -26,7 +26,7 @@ from live import Live  # noqa: E402
 EPOCHS = 6
 ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
 TWO = [*TORCHRUN, "--nproc-per-node=2"]
-COMMANDS = {
+COMMANDS: dict[str, list] = {
     "train.py": [PYTHON, "train.py"],
     "train_DDP.py": [*TWO, "train_DDP.py"],
     "train_mp.py": [PYTHON, "train_mp.py"],
@@ -40,12 +40,12 @@ class Lost(AssertionError):
     """Something was lost, torn or left behind."""
 
 
-def check(holds, what, live):
+def check(holds: bool, what: str, live: Live) -> None:
     if not holds:
         raise Lost(f"{what}\n{live.said()}")
 
 
-def position(path):
+def position(path: Path) -> tuple[int, int]:
     """Return how far the checkpoint at `path` is, as (epochs done, steps of the next); (0, 0) without one."""
     if not path.exists():
         return 0, 0
@@ -53,9 +53,9 @@ def position(path):
     return content["epoch"], content.get("step", 0)
 
 
-def wait_for_save(live, folder, skip):
+def wait_for_save(live: Live, folder: Path, skip: int) -> bool:
     """Return True in the middle of a save (the `skip`th from now), False if the run ends before."""
-    before = set()
+    before: set[str] = set()
     while live.process.poll() is None:
         now = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")}
         skip -= len(now - before)
@@ -65,7 +65,7 @@ def wait_for_save(live, folder, skip):
     return False
 
 
-def one_life(command, folder, chance):
+def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[str, str] | None:
     """Start a run and kill one of its processes; return what was killed, and when, or None if it was through first."""
     arguments = [*command, *ARGUMENTS, "--output-dir", folder]
     arguments += command[command.index("--batch-size"):] if "--batch-size" in command else []
@@ -100,8 +100,8 @@ def one_life(command, folder, chance):
                 and "/" in line.split("  ")[0]]
         resumed = [line for line in live.out if line.startswith("resume")]
         if resumed:
-            named = re.search(r"(?:(\d+) steps of )?epoch (\d+) (?:is|are) done", resumed[0])
-            start = (int(named[2]) - 1, int(named[1])) if named[1] else (int(named[2]), 0)
+            [(steps, epoch)] = re.findall(r"(?:(\d+) steps of )?epoch (\d+) (?:is|are) done", resumed[0])
+            start = (int(epoch) - 1, int(steps)) if steps else (int(epoch), 0)
             check(start == before, f"went on from {start}, and {before} was saved", live)
         check(after >= before, f"last.pt went back from {before} to {after}", live)
         check(not done or after[0] >= done[-1], f"epoch {done[-1:]} was reported, and last.pt holds {after}", live)
@@ -110,9 +110,9 @@ def one_life(command, folder, chance):
     return who, "in a save" if torn else plan.replace("in a save", "any moment")
 
 
-def disturb(script, kills, seed):
+def disturb(script: str, kills: int, seed: int) -> tuple[collections.Counter[tuple[str, str]], int]:
     """Kill runs of a script so often; return a Counter of what was killed and when, and the number of runs."""
-    command = [str(part) for part in COMMANDS[script]]
+    command = list(map(str, COMMANDS[script]))
     chance = random.Random(f"{script} {seed}")
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "whole")
@@ -120,7 +120,8 @@ def disturb(script, kills, seed):
         arguments += command[command.index("--batch-size"):] if "--batch-size" in command else []
         with Live(*arguments) as live:
             check(live.end(300) == 0, "the undisturbed run failed", live)
-        done, runs = collections.Counter(), 0
+        done: collections.Counter[tuple[str, str]] = collections.Counter()
+        runs = 0
         while done.total() < kills:
             runs += 1
             disturbed = Path(folder, f"disturbed{runs}")
@@ -138,19 +139,19 @@ def disturb(script, kills, seed):
     return done, runs
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="over all scripts together")
     parser.add_argument("--scripts", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", default=str(Path(__file__).with_name("chaos.md")), help="- for none")
+    parser.add_argument("--report", default="docs/random-kills.md", help="- for none")
     args = parser.parse_args()
     lines = []
     for number, script in enumerate(args.scripts):
         share = args.kills // len(args.scripts) + (number < args.kills % len(args.scripts))
         begin = time.monotonic()
         done, runs = disturb(script, share, args.seed)
-        by_moment = collections.Counter()
+        by_moment: collections.Counter[str] = collections.Counter()
         for (_, moment), count in done.items():
             by_moment[moment] += count
         launchers = sum(count for (who, _), count in done.items() if who == "the launcher")

@@ -1,4 +1,4 @@
-"""Read the texts of the page: pitfalls, which have a fixed form, and Markdown with colored code."""
+"""Read the pitfalls, and turn Markdown into HTML with colored code."""
 import dataclasses
 import html
 import re
@@ -11,7 +11,7 @@ import pygments.token
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-CLASSES = [  # of the colours in page.css, the first that fits
+CLASSES = [  # of the colors in page.css; the first match counts
     (pygments.token.Comment, "co"), (pygments.token.String.Interpol, ""), (pygments.token.String, "st"),
     (pygments.token.Number, "nu"), (pygments.token.Keyword, "ke"), (pygments.token.Operator.Word, "ke"),
     (pygments.token.Name.Function, "fu"), (pygments.token.Name.Class, "fu"),
@@ -24,14 +24,14 @@ OPTIONAL = {"Beside", "Read"}
 
 
 class TextError(Exception):
-    """A text is not in the form that the page is built from; the message names the file and the place."""
+    """A text does not have the required form; the message names the file and the place."""
 
 
 @dataclasses.dataclass
 class Trap:
-    """One pitfall: `wrong` is what others have in the place of the lines `right` of `file`.
+    """One pitfall: `wrong` replaces the lines `right` of `file`.
 
-    `beside` is the line of a script that it is shown beside, where that is not the first of `right`.
+    The page shows it beside the line `beside` of a script; by default, beside the first line of `right`.
     """
 
     name: str
@@ -45,26 +45,27 @@ class Trap:
     test: str
 
     def put_back(self, text: str) -> str:
-        """Return a file's text with the wrong lines put back; TextError unless the right ones stand once."""
+        """Return a file's text with the wrong lines; TextError unless it contains the right lines exactly once."""
         lines, right = text.splitlines(), self.right.splitlines()
         found = [start for start in range(len(lines) - len(right) + 1)
                  if textwrap.dedent("\n".join(lines[start:start + len(right)])) == self.right]
         if len(found) != 1:
-            raise TextError(f"pitfalls.md: {self.name}: its right lines stand {len(found)} times, not once, "
-                            f"in {self.file}: {right[0]}")
-        indent = re.match(r"\s*", lines[found[0]])[0].removesuffix(re.match(r"\s*", right[0])[0])
+            raise TextError(f"pitfalls.md: {self.name}: {self.file} has its right lines {len(found)} times, not once: "
+                            f"{right[0]}")
+        here, inside = (len(line) - len(line.lstrip()) for line in (lines[found[0]], right[0]))
+        indent = " " * (here - inside)
         lines[found[0]:found[0] + len(right)] = textwrap.indent(self.wrong, indent).splitlines()
         return "\n".join(lines) + "\n"
 
 
 def read_traps(path: Path) -> dict[str, Trap]:
-    """Return the pitfalls of a file by name; TextError where one is not in the fixed form."""
-    traps = {}
+    """Return the pitfalls of a file by name; TextError if one does not have the required form."""
+    traps: dict[str, Trap] = {}
     for section in re.split(r"^(?=### )", path.read_text(), flags=re.M)[1:]:
         heading, body = section.split("\n", 1)
         match = TRAP.fullmatch(heading.removeprefix("### "))
         if not match or match[1] in traps:
-            raise TextError(f"{path.name}: '{heading}' is no '### NAME title' with a name of its own")
+            raise TextError(f"{path.name}: '{heading}' is not '### NAME title' with a new name")
         body = re.split(r"^## ", body, flags=re.M)[0]
         parts = re.split(r"^\*\*(\w+):\*\*\s*", body, flags=re.M)
         names, values = parts[1::2], [value.strip() for value in parts[2::2]]
@@ -77,14 +78,14 @@ def read_traps(path: Path) -> dict[str, Trap]:
         test = re.fullmatch(r"\(pending\)|none: .+|`[\w./]+(::\w+)+(\[[^`]+\])?`", fields["Test"])
         beside = re.fullmatch(r"`(.+)`", fields.get("Beside", "`-`"))
         if not (wrong and right and test and beside):
-            raise TextError(f"{path.name}: {match[1]}: Wrong, Right, Beside or Test is not in its form")
+            raise TextError(f"{path.name}: {match[1]}: Wrong, Right, Beside or Test does not have its form")
         prose = fields["Symptom"], fields["Cause"]
-        traps[match[1]] = Trap(*match.groups(), *prose, wrong[1], *right.groups(),
+        traps[match[1]] = Trap(match[1], match[2], *prose, wrong[1], right[1], right[2],
                                beside[1].removeprefix("-"), fields["Test"].strip("`"))
     return traps
 
 
-def colour(text: str, language: str = "python") -> list[str]:
+def color(text: str, language: str = "python") -> list[str]:
     """Return the lines of a program as HTML, with colors."""
     lexer = pygments.lexers.get_lexer_by_name(language, stripnl=False, ensurenl=False)
     lines = [""]
@@ -131,7 +132,7 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
         elif token.type == "fence" and token.info == "console":
             parts += map(command, token.content.rstrip("\n").split("\n"))
         elif token.type == "fence":
-            lines = "\n".join(colour(token.content.rstrip("\n"), token.info or "text"))
+            lines = "\n".join(color(token.content.rstrip("\n"), token.info or "text"))
             parts.append(f'<pre{about} tabindex="0"><code>{lines}</code></pre>')
         elif token.type == "inline" and tokens[number - 1].type != "heading_open":
             image = (token.children or [token])[0]
@@ -156,14 +157,16 @@ def _inline(markdown: MarkdownIt, token: Token, link: Callable[[str], str]) -> s
     for child in token.children or []:
         if child.type == "link_open":
             target = link(str(child.attrs["href"]))
-            child.attrs = {"href": target} | ({"rel": "noreferrer"} if target.startswith("http") else {})
+            child.attrs["href"] = target
+            if target.startswith("http"):
+                child.attrs["rel"] = "noreferrer"
         elif child.type == "softbreak":
             child.type, child.content = "text", " "
     return markdown.renderer.render([token], markdown.options, {})
 
 
 def command(line: str) -> str:
-    """Return a command with a button that copies it."""
+    """Return a command with a copy button."""
     line = html.escape(line)
     return (f'<div class="command"><code tabindex="0">{line}</code><button type="button" class="copy" '
             f'data-copy="{line}" aria-label="copy the command">copy</button></div>')

@@ -109,6 +109,7 @@ assert number.value == 0
 """
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGUSR1 and no prctl")
 def test_importing_common_changes_nothing_in_the_process():
     """Not the handlers of signals, so that asyncio shuts down on Ctrl-C, nor what happens when the parent ends."""
     said = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, env={"TORCHELASTIC_RUN_ID": "1", "PATH": ""},

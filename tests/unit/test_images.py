@@ -1,7 +1,9 @@
 """Image files of every kind: found, decoded to the pixels that PIL sees, or refused in one line that names the file."""
 import os
 import struct
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -207,7 +209,8 @@ def folder(tmp_path):
                  folder / ".hidden/4.jpg", elsewhere / "5.jpeg"):
         COLOUR.save(path)
     (folder / "readme.txt").touch()
-    os.mkfifo(folder / "pipe.jpg")
+    if hasattr(os, "mkfifo"):  # not on Windows
+        os.mkfifo(folder / "pipe.jpg")
     (folder / "linked").symlink_to(elsewhere)
     (folder / "link.jpg").symlink_to(elsewhere / "5.jpeg")
     (folder / "broken.jpg").symlink_to(elsewhere / "6.jpeg")
@@ -218,7 +221,7 @@ def test_only_image_files_count_through_links_too(folder):
     folder, expected = folder
     assert find_files(folder) == [str(folder / name) for name in expected]
     (folder / "b" / "round").symlink_to(folder)
-    with pytest.raises(UsageError, match="b/round.*symbolic links"):
+    with pytest.raises(UsageError, match="round: " if sys.platform == "win32" else "b/round.*symbolic links"):
         find_files(folder)
 
 
@@ -236,8 +239,9 @@ def test_both_kinds_of_sets_find_the_same_files(folder, tmp_path):
         (tmp_path / "classes" / split).mkdir(parents=True)
         (tmp_path / "classes" / split / "oak").symlink_to(folder)
     for dataset in create_datasets("folder", tmp_path / "classes", 0, tmp_path):
-        names = [path.split("/oak/")[1] for path, _ in dataset.samples]
-        assert names == expected
+        oak = tmp_path / "classes"
+        names = [Path(path).relative_to(oak).parts[2:] for path, _ in dataset.samples]
+        assert names == [Path(name).parts for name in expected]
         images, labels = dataset.__getitems__(range(5))
         assert images.shape == (5, 3, 224, 224) and images.dtype == torch.uint8 and labels.tolist() == [0] * 5
 

@@ -1,5 +1,6 @@
 """How a process finds out how it was started: Slurm's variables as Slurm 22.05 sets them, and numbers of cores."""
 import os
+import sys
 
 import pytest
 
@@ -26,6 +27,8 @@ BATCH = {"SLURM_CPUS_ON_NODE": "1", "SLURM_JOB_ID": "4", "SLURM_LOCALID": "0", "
          "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_TASK_PID": "11510"}
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
          "MASTER_PORT": "0"}
+
+SLURM = pytest.mark.skipif(sys.platform == "win32", reason="scontrol is a shell script here; Slurm needs Linux")
 
 
 @pytest.fixture
@@ -81,6 +84,7 @@ def test_a_task_of_slurm_gets_the_variables_of_torch(environment):
     assert launch.local_world_size() == 2
 
 
+@SLURM
 def test_the_first_host_of_the_step_is_the_master(environment, tmp_path):
     environment(TASK | {"PATH": str(tmp_path), "SLURM_TASK_PID": str(os.getpid())})
     (tmp_path / "scontrol").write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames cook[1-2]' ] || exit 1\n"
@@ -89,6 +93,7 @@ def test_the_first_host_of_the_step_is_the_master(environment, tmp_path):
     assert launch.launch_environment()["MASTER_ADDR"] == "cook1"
 
 
+@SLURM
 def test_without_scontrol_the_error_names_the_remedy(environment, tmp_path):
     environment(TASK | {"PATH": str(tmp_path), "SLURM_TASK_PID": str(os.getpid())})
     wanted = r"^scontrol cannot name the first host of cook\[1-2\]; set MASTER_ADDR to its name$"
