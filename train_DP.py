@@ -23,17 +23,17 @@ from tqdm import tqdm
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="the data set")
-    parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="the dataset")
+    parser.add_argument("--data-path", default="data", help="folder of the data; downloads go there too")
     parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
     parser.add_argument("--weights", metavar="PATH", help="load the tensors of this file that fit")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the classifier")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="per batch of 128; scales with it")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
-    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="identical bits in every run; slower")
@@ -42,7 +42,7 @@ def parse_args():
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt of --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
-    parser.add_argument("--save-every", type=cli.count, default=0, help="keep one every N epochs; 0: never")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
     return parser.parse_args()
 
 
