@@ -5,7 +5,7 @@ import shutil
 import pytest
 from conftest import FLOAT64, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
 
-RESNET = ["--dataset", "folder", "--model", "resnet18", "--batch-size", "12", "--epochs", "2", "--lr", "0.1",
+RESNET = ["--dataset", "folder", "--model", "resnet18", "--batch-size", "6", "--epochs", "2", "--lr", "0.1",
           "--save-every", "1"]
 
 

@@ -78,7 +78,7 @@ def test_a_save_that_breaks_off_spares_what_was_saved(finished, tmp_path):
 def test_weights_that_fit_are_taken_and_the_others_listed(finished, photos, tmp_path):
     """From digits (1 channel, 10 classes) to photos (3 channels, 3 classes): the layers between are taken."""
     result = good(run(PYTHON, "train_DDP.py", "--weights", finished[0] / "best.pt", "--dataset", "folder",
-                      "--data-path", photos, "--batch-size", "24", "--epochs", "1", "--freeze-layers",
+                      "--data-path", photos, "--batch-size", "12", "--epochs", "1", "--freeze-layers",
                       "--output-dir", tmp_path))
     said = result.out.splitlines()[0]
     weights, start = load(tmp_path / "last.pt")["model"], load(finished[0] / "best.pt")["model"]

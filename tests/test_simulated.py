@@ -97,9 +97,9 @@ def move_model_after_resume(text):
 
 @pytest.mark.parametrize("script, put_back, where, says", [
     ("train.py", drop(r"(?<=sums = torch\.zeros\(4), device=device"), "in evaluate", "npy:0 and cpu"),
-    ("train.py", keep_labels, "F.cross_entropy(model(normalize(images)), labels)",
-     "npy:0 and cpu"),
-    ("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu"),
+    pytest.param("train.py", keep_labels, "F.cross_entropy(model(normalize(images)), labels)", "npy:0 and cpu",
+                 marks=pytest.mark.drill),
+    pytest.param("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu", marks=pytest.mark.drill),
     pytest.param("loader.py", drop(r"(?<=torch\.tensor\(count), device=[^)]*"), "in reduce_sum",
                  "No backend type associated with device type cpu", marks=pytest.mark.drill),
     pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "torn, or not written by torch.save",

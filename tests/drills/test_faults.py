@@ -136,7 +136,7 @@ def test_one_output_folder_takes_one_run(tmp_path):
 
 def test_runs_at_the_same_time(tmp_path, photos):
     """Default ports, two of one script, one data folder, an output folder for each."""
-    common = ["--dataset", "folder", "--data-path", photos, "--epochs", "1", "--batch-size", "24", "--workers", "0"]
+    common = ["--dataset", "folder", "--data-path", photos, "--epochs", "1", "--batch-size", "12", "--workers", "0"]
     commands = [[PYTHON, "train_mp.py"], [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"], [PYTHON, "train_mp.py"]]
     with contextlib.ExitStack() as stack:
         lives = [stack.enter_context(Live(*command, *common, "--output-dir", tmp_path / str(number)))

@@ -237,6 +237,6 @@ def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
     assert [getattr(args, name) for name in names] == [str(tmp_path / f"{name}.pt") for name in names]
     monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--", "--resume", "auto"])
     assert importlib.import_module("ray_train").parse_args()[1].resume == "auto"
-    sys.argv[3:] = ["--"]
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--"])
     with pytest.raises(errors.UsageError, match="--max-failures: every start would begin anew; .*--resume auto"):
         importlib.import_module("ray_train").parse_args()

@@ -35,8 +35,8 @@ def test_the_loaders_seeds_share_no_order(photos, tmp_path, monkeypatch):
 
     for name in ("img", "gt"):
         (tmp_path / "train" / name).mkdir(parents=True)
-        for path in (photos / "ash").glob("*.jpg"):
-            (tmp_path / "train" / name / path.name).symlink_to(path)
+        for path in photos.glob("*/*.jpg"):
+            (tmp_path / "train" / name / f"{path.parent.name}-{path.name}").symlink_to(path)
     args = {"data_source": tmp_path, "split": "train", "img_dir": "img", "gt_dir": "gt", "resize": 0, "crop": 32,
             "batch_size": 4, "workers": 0, "device": "cpu"}
     found = []
