@@ -1,6 +1,6 @@
 """Run every training script as a user would launch it, and compare them: a table and the plot of docs/speed.md.
 
-    pip install -r requirements.txt -r benchmarks/requirements.txt
+    pip install -r requirements.txt -r requirements-bench.txt
     python -m benchmarks.compare                                            # digits: ten minutes on two cores
     python -m benchmarks.compare --dataset fashion-mnist --rounds 3         # 75 minutes there
     python -m benchmarks.compare --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda

@@ -28,7 +28,7 @@ def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
     task = measure.task_of(args, epochs=100_000)
     for name in ["bare step", *args.others]:
         if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
-            print(f"without {name}: it is not installed (benchmarks/requirements.txt)")
+            print(f"without {name}: it is not installed (requirements-bench.txt)")
             continue
         loop, *extra = LOOPS[name]
         yield name, measure.launch(args.processes, f"benchmarks.loops.{loop}", *task, *extra)

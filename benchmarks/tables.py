@@ -106,8 +106,8 @@ def step_table(content: dict) -> str:
             + f"\n\nMatrix products: {rates['float32']:,.0f} GFLOP/s in float32, {rates['bfloat16']:,.0f} in bfloat16. "
             f"Forward and backward of an image: {content['operations_per_image'] / 1e6:,.1f} MFLOP; at that rate they "
             f"are {around(share, '.0%')} of the step's time. An epoch of `{args['script']}` trains for "
-            f"{script['seconds']['median']:.2f} s, and spends {script['waits']['median']:.1%} of that time waiting for data (at "
-            f"most {script['waits']['highest']:.1%}).")
+            f"{script['seconds']['median']:.2f} s, and spends {script['waits']['median']:.1%} of that time waiting for "
+            f"data (at most {script['waits']['highest']:.1%}).")
 
 
 def ratio_table(contents: list[dict]) -> str:

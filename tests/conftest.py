@@ -11,17 +11,47 @@ import threading
 import time
 from pathlib import Path
 
+import markers
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ROOT / "tests/programs"
+FROM_ROOT = {"PYTHONPATH": str(ROOT)}  # for a program that imports what is in the repository
 PYTHON = sys.executable
 LAUNCH = [PYTHON, "-m", "torch.distributed.launch"]
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 # In this environment a script computes in float64, where two correct variants differ by 1e-14 after a whole run; in one
 # thread, because two of them wait for each other as soon as another test needs a core.
-FLOAT64 = {"PYTHONPATH": str(ROOT / "tests/float64"), "OMP_NUM_THREADS": "1"}
+FLOAT64 = {"PYTHONPATH": str(PROGRAMS / "float64"), "OMP_NUM_THREADS": "1"}
+
+SCRIPTS = [path.name for path in markers.scripts() if path.name.startswith("train")]
+# What a script needs to show its idea in a short run; a script that is not listed needs nothing
+OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_elastic.py": ["--snapshot-every", "5"],
+           "train_grad_accum.py": ["--accum-steps", "5"]}
+# What the commands of `runs` share. Processes and micro-batches divide a batch of 96 evenly or not: 48, 32, 9.6
+SAME = ["--epochs", "3", "--batch-size", "96", "--seed", "3", "--save-every", "2", "--workers", "0"]
 
 Finished = collections.namedtuple("Finished", "code out err")
+
+# A shell starts a background job with Ctrl-C ignored, and its children inherit that: tests send it
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def command(script, processes=2):
+    """Return the first command of a script's docstring, up to the script's name, and its OPTIONS."""
+    start = re.search(rf"^    (.+) {re.escape(script)}\b", (ROOT / script).read_text(), re.M)[1]
+    starts = {"python": [PYTHON], "torchrun": [*TORCHRUN, f"--nproc-per-node={processes}"],
+              "python -m torch.distributed.launch": [*LAUNCH, f"--nproc_per_node={processes}"]}
+    return [*starts[start.split(" --")[0]], script, *OPTIONS.get(script, [])]
+
+
+RUNS = {script: [*command(script), *SAME] for script in SCRIPTS} | {
+    "train_DDP.py on 3": [*command("train_DDP.py", 3), *SAME, "--find-unused-parameters"]}
+
+
+def precision(name):
+    """Return the environment in which a command of RUNS computes in float64; train_amp.py has its own precision."""
+    return {} if name == "train_amp.py" else FLOAT64
 
 
 def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
@@ -32,16 +62,11 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
     command = [str(part) for part in command]
-    if terminal:
-        import fcntl  # here, because Windows has none of them, and tests/unit runs there too
-        import pty
-        import termios
-    master, slave = pty.openpty() if terminal else (None, subprocess.PIPE)
+    master, slave = _open_terminal() if terminal else (None, subprocess.PIPE)
     process = subprocess.Popen(command, cwd=cwd, env=environment | (env or {}), start_new_session=True, text=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave)
     shown = []
     if terminal:
-        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # a bar fills its terminal
         os.close(slave)
         reader = threading.Thread(target=_read_terminal, args=(master, shown))
         reader.start()
@@ -63,6 +88,16 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes outlived {' '.join(command)}"
     return Finished(process.returncode, out, "".join(shown) if terminal else err)
+
+
+def _open_terminal():
+    import fcntl  # here: Windows lacks these modules, and runs the unit tests
+    import pty
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # a bar fills its terminal
+    return master, slave
 
 
 def _read_terminal(master, shown):
@@ -151,14 +186,30 @@ def same(left, right):
 
 
 @pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Return a function that runs a command of RUNS once, when it is first asked for: name to (folder, result)."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = {}
+
+    def get(name):
+        if name not in done:
+            output = folder / name.replace(" ", "-")
+            done[name] = output, good(run(*RUNS[name], "--output-dir", output, env=precision(name),
+                                          terminal=name == "train_mp.py"))
+        return done[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def photos(tmp_path_factory):
-    """Return a folder of 61 JPEG pictures in three classes that a small network can tell apart by their colours."""
+    """Return a folder of 15 JPEG pictures in three classes that a small network can tell apart by their colours."""
     import numpy as np
     from PIL import Image
 
     random = np.random.RandomState(0)
     folder = tmp_path_factory.mktemp("photos")
-    for label, (name, number) in enumerate([("ash", 20), ("beech", 19), ("cedar", 22)]):
+    for label, (name, number) in enumerate([("ash", 5), ("beech", 4), ("cedar", 6)]):
         (folder / name).mkdir()
         for index in range(number):
             height, width = random.randint(60, 120, 2)
@@ -169,8 +220,25 @@ def photos(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """Let a script run in this process: no launcher's variables; afterwards its group and its settings are gone."""
+    import torch
+
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_"))]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what join_group() sets is taken back
+        del os.environ[name]
+    threads = torch.get_num_threads()
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
 def pytest_collection_modifyitems(items):
-    """Make drills of the tests that start a browser: together they take a minute."""
+    """Make drills of the tests in tests/drills, and of those that start a browser."""
     for item in items:
-        if "browser" in item.fixturenames:
+        if ROOT / "tests/drills" in item.path.parents or "browser" in item.fixturenames:
             item.add_marker("drill")

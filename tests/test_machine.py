@@ -3,26 +3,15 @@ import collections
 import gzip
 import hashlib
 import http.server
+import json
 import os
 import struct
 import threading
 from types import SimpleNamespace
 
 import pytest
-from conftest import LAUNCH, ROOT
+from conftest import PROGRAMS, TORCHRUN
 from live import Live
-
-# train_DDP.py, with a mirror of one's own for a set of torchvision's; FileLock says in its log that it waits
-MIRRORED = '''
-import logging, runpy, sys
-from torchvision.datasets import FashionMNIST
-
-logging.basicConfig()
-logging.getLogger("filelock").setLevel("DEBUG")
-FashionMNIST.mirrors, FashionMNIST.resources = [{mirror!r}], {resources!r}
-sys.path.insert(0, {root!r})
-runpy.run_path({root!r} + "/train_DDP.py", run_name="__main__")
-'''
 
 
 def idx_files():
@@ -74,11 +63,9 @@ def launched(tmp_path_factory):
     resources = [(name, hashlib.md5(content).hexdigest()) for name, content in files.items()]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     with Mirror(files) as mirror:
-        (folder / "mirrored.py").write_text(
-            MIRRORED.format(mirror=mirror.address, resources=resources, root=str(ROOT)))
-        with Live("taskset", "-c", cores, *LAUNCH, "--nproc_per_node=2", folder / "mirrored.py", "--dataset",
-                  "fashion-mnist", "--data-path", folder / "data", "--epochs", "1000", "--output-dir", folder,
-                  env={"no_proxy": "*"}) as live:
+        with Live("taskset", "-c", cores, *TORCHRUN, "--nproc-per-node=2", PROGRAMS / "mirrored.py", mirror.address,
+                  json.dumps(resources), "train_DDP.py", "--dataset", "fashion-mnist", "--data-path", folder / "data",
+                  "--epochs", "1000", "--output-dir", folder, env={"no_proxy": "*"}) as live:
             live.wait_for("Lock .* not acquired|^epoch|rror")  # the other process is there, and waits or does not
             mirror.go_on.set()
             live.wait_for("^epoch +2/|rror")

@@ -2,13 +2,24 @@
 import re
 
 import pytest
-from conftest import PYTHON, ROOT, TORCHRUN, copy_out, distance, good, load, run, same
+from conftest import (
+    FROM_ROOT,
+    PROGRAMS,
+    PYTHON,
+    SCRIPTS,
+    command,
+    copy_out,
+    distance,
+    good,
+    load,
+    run,
+    same,
+)
 from torch.utils import backend_registration
 
 pytestmark = pytest.mark.skipif(not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
                                 reason="this torch has no devices written in Python")
-SIMULATED = [PYTHON, ROOT / "tests/simulated.py"]
-TWO = [*TORCHRUN, "--nproc-per-node=2", ROOT / "tests/simulated.py"]
+SIMULATED = [PYTHON, PROGRAMS / "simulated.py"]
 SAME = ["--epochs", "2", "--batch-size", "96", "--lr", "0.0003", "--seed", "3", "--workers", "0"]
 CHILD = {"OMP_NUM_THREADS": "1"}  # sums in the same order in every launch
 
@@ -29,22 +40,11 @@ def test_trains_bit_for_bit_as_on_the_cpu(whole):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("start, command", [
-    ("cpu", SIMULATED),
-    ("npy", SIMULATED),
-    ("npy", [PYTHON]),
-], ids=["on the device from the CPU's", "on the device from its own", "on the CPU from the device's"])
-def test_resumes_across_devices(whole, tmp_path, start, command):
-    folder = whole[start == "npy"]
-    good(run(*command, "train.py", *SAME, "--resume", folder / "epoch-001.pt", "--output-dir", tmp_path, env=CHILD))
+@pytest.mark.parametrize("start", [SIMULATED, [PYTHON]], ids=["on the device", "on the CPU"])
+def test_resumes_from_the_device(whole, tmp_path, start):
+    folder = whole[1]
+    good(run(*start, "train.py", *SAME, "--resume", folder / "epoch-001.pt", "--output-dir", tmp_path, env=CHILD))
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
-
-
-@pytest.mark.drill
-def test_evaluates_as_on_the_cpu(whole, tmp_path):
-    command = ["train.py", *SAME, "--evaluate", "--weights", whole[0] / "last.pt", "--output-dir", tmp_path]
-    on_cpu, on_device = (good(run(*start, *command, env=CHILD)).out for start in ([PYTHON], SIMULATED))
-    assert "accuracy" in on_cpu and on_cpu == on_device
 
 
 def test_a_checkpoint_of_the_device_names_it(whole):
@@ -56,45 +56,25 @@ def test_a_checkpoint_of_the_device_names_it(whole):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("start, script, options", [
-    (TWO, "train_DDP.py", []),
-    (TWO, "train_grad_accum.py", ["--accum-steps", "5"]),
-    (TWO, "train_elastic.py", ["--snapshot-every", "5"]),
-    (SIMULATED, "train_mp.py", ["--nprocs", "2"]),
-    (SIMULATED, "train_DP.py", []),
-    (TWO, "train_amp.py", ["--clip-norm", "1"]),
-    (SIMULATED, "train_amp.py", ["--precision", "fp16", "--freeze-layers", "--epochs", "1"]),
-], ids=["DDP", "grad_accum", "elastic", "mp", "DP", "bf16", "fp16"])
-def test_variants_train_the_same_model(whole, tmp_path, start, script, options):
+@pytest.mark.parametrize(("script", "options"), [*((script, []) for script in SCRIPTS if script != "train.py"),
+                                                 ("train_amp.py", ["--precision", "fp16", "--freeze-layers"])])
+def test_variants_train_the_same_model(whole, tmp_path, script, options):
     """As train.py does on the CPU; in mixed precision as the same script does there."""
-    result = good(run(*start, script, *SAME, *options, "--output-dir", tmp_path / "npy", env=CHILD))
-    assert result.out.startswith("npy")
+    launch = command(script)
+    at = launch.index(script)
+    good(run(*launch[:at], PROGRAMS / "simulated.py", *launch[at:], *SAME, *options, "--output-dir", tmp_path / "npy",
+             env=CHILD))
     folder = whole[0]
     if script == "train_amp.py":
         folder = tmp_path / "cpu"
-        launch = TORCHRUN + ["--nproc-per-node=2"] if start is TWO else [PYTHON]
-        good(run(*launch, script, *SAME, *options, "--output-dir", folder, env=CHILD))
+        good(run(*launch, *SAME, *options, "--output-dir", folder, env=CHILD))
     assert distance(folder / "last.pt", tmp_path / "npy/last.pt") < 1e-6
     assert load(folder / "last.pt")["accuracy"] == load(tmp_path / "npy/last.pt")["accuracy"]
 
 
-PROBE = """
-import loader
-
-if __name__ == "__main__":
-    args = loader.parse_args()
-    loader.join_group(args)
-    for images, targets in loader.build_loader(args):
-        print(images.device, targets.device, images.shape, images.double().sum().item(), targets.double().sum().item())
-"""
-
-
 @pytest.mark.drill
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_delivers_to_the_device(tmp_path, workers):
-    (tmp_path / "probe.py").write_text(PROBE)
-    command = [tmp_path / "probe.py", "--workers", workers]
-    on_cpu, on_device = (good(run(*start, *command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})).out
+def test_the_loader_delivers_to_the_device(tmp_path):
+    on_cpu, on_device = (good(run(*start, PROGRAMS / "probe.py", "--workers", "1", cwd=tmp_path, env=FROM_ROOT)).out
                          for start in ([PYTHON], SIMULATED))
     assert "npy:0 npy:0" in on_device and on_device.replace("npy:0", "cpu") == on_cpu
 
@@ -117,9 +97,9 @@ def move_model_after_resume(text):
 
 @pytest.mark.parametrize("script, put_back, where, says", [
     ("train.py", drop(r"(?<=sums = torch\.zeros\(4), device=device"), "in evaluate", "npy:0 and cpu"),
-    ("train.py", keep_labels, "F.cross_entropy(model(normalize(images)), labels)",
-     "npy:0 and cpu"),
-    ("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu"),
+    pytest.param("train.py", keep_labels, "F.cross_entropy(model(normalize(images)), labels)", "npy:0 and cpu",
+                 marks=pytest.mark.drill),
+    pytest.param("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu", marks=pytest.mark.drill),
     pytest.param("loader.py", drop(r"(?<=torch\.tensor\(count), device=[^)]*"), "in reduce_sum",
                  "No backend type associated with device type cpu", marks=pytest.mark.drill),
     pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "torn, or not written by torch.save",

@@ -20,20 +20,13 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # it runs the scripts as the tests do
-from conftest import PYTHON, TORCHRUN, load, same  # noqa: E402
+from conftest import ROOT, SCRIPTS, command, load, same  # noqa: E402
 from live import Live  # noqa: E402
 
 EPOCHS = 6
 ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
-TWO = [*TORCHRUN, "--nproc-per-node=2"]
-COMMANDS: dict[str, list] = {
-    "train.py": [PYTHON, "train.py"],
-    "train_DDP.py": [*TWO, "train_DDP.py"],
-    "train_mp.py": [PYTHON, "train_mp.py"],
-    "train_amp.py": [*TWO, "train_amp.py", "--clip-norm", 1, "--batch-size", 480],  # bf16 is slow on most CPUs
-    "train_grad_accum.py": [*TWO, "train_grad_accum.py", "--accum-steps", 3],
-    "train_elastic.py": [*TWO, "train_elastic.py", "--snapshot-every", 3],
-}
+SPECIAL = {"train_amp.py": ["--batch-size", 480]}  # bf16 is slow on most CPUs
+COMMANDS = {script: [*command(script), *ARGUMENTS, *SPECIAL.get(script, [])] for script in SCRIPTS}
 
 
 class Lost(AssertionError):
@@ -67,8 +60,7 @@ def wait_for_save(live: Live, folder: Path, skip: int) -> bool:
 
 def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[str, str] | None:
     """Start a run and kill one of its processes; return what was killed, and when, or None if it was through first."""
-    arguments = [*command, *ARGUMENTS, "--output-dir", folder]
-    arguments += command[command.index("--batch-size"):] if "--batch-size" in command else []
+    arguments = [*command, "--output-dir", folder]
     before = position(folder / "last.pt")
     with Live(*arguments) as live:
         plan = chance.choice(["start-up", "any moment", "any moment", "in a save", "in a save"])
@@ -89,7 +81,7 @@ def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[s
             return None
         victim = chance.choice(family)
         try:
-            who = "the launcher" if victim == family[0] and len(command) > 2 else "a process or loader's worker"
+            who = "the launcher" if victim == family[0] and "-m" in command else "a process or loader's worker"
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
             who = "nobody: it had just ended"
@@ -116,8 +108,7 @@ def disturb(script: str, kills: int, seed: int) -> tuple[collections.Counter[tup
     chance = random.Random(f"{script} {seed}")
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "whole")
-        arguments = [*command, *ARGUMENTS, "--output-dir", whole]
-        arguments += command[command.index("--batch-size"):] if "--batch-size" in command else []
+        arguments = [*command, "--output-dir", whole]
         with Live(*arguments) as live:
             check(live.end(300) == 0, "the undisturbed run failed", live)
         done: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -144,7 +135,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="over all scripts together")
     parser.add_argument("--scripts", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", default="docs/random-kills.md", help="- for none")
+    parser.add_argument("--report", default=str(ROOT / "docs/random-kills.md"), help="- for none")
     args = parser.parse_args()
     lines = []
     for number, script in enumerate(args.scripts):

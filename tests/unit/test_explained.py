@@ -1,11 +1,10 @@
 """What is said of an error: one line where the cause is known, else nothing, so that the traceback stays."""
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import FROM_ROOT, PROGRAMS, PYTHON, good, run
 
 from common import errors
 
@@ -64,54 +63,15 @@ def test_a_number_that_is_not_finite_ends_the_run(value):
     errors.require_finite(1e300, "epoch 1: the loss")
 
 
-LAUNCHED = """
-import ctypes
-from common import signals
-signals.end_with_launcher()
-number = ctypes.c_int()
-ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
-print(number.value)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_PDEATHSIG")
 @pytest.mark.parametrize(("variables", "said"), [({"TORCHELASTIC_RUN_ID": "none"}, "15\n"), ({}, "0\n")])
 def test_a_process_of_torchrun_ends_with_it(variables, said):
     """The system sends it SIGTERM when its parent ends; a process without a launcher outlives its shell."""
-    found = subprocess.run([sys.executable, "-c", LAUNCHED], cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (0, said), found.stderr
-
-
-IMPORT = """
-import asyncio, signal
-before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-import common
-from common import checkpoint, cli, datasets, devices, errors, images, launch, models, pairs, reduce, signals
-assert before == {number: signal.getsignal(number) for number in before}
-
-async def main():
-    try:
-        signal.raise_signal(signal.SIGINT)
-        await asyncio.sleep(60)
-    except asyncio.CancelledError:
-        print("shut down")
-        raise
-
-try:
-    asyncio.run(main())
-except KeyboardInterrupt:
-    print("interrupted")
-import ctypes
-number = ctypes.c_int()
-if hasattr(ctypes.CDLL(None), "prctl"):
-    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
-assert number.value == 0
-"""
+    assert good(run(PYTHON, PROGRAMS / "launched.py", env=FROM_ROOT | variables)).out == said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGUSR1 and no prctl")
 def test_importing_common_changes_nothing_in_the_process():
     """Not the handlers of signals, so that asyncio shuts down on Ctrl-C, nor what happens when the parent ends."""
-    said = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, env={"TORCHELASTIC_RUN_ID": "1", "PATH": ""},
-                          capture_output=True, text=True)
-    assert (said.returncode, said.stdout) == (0, "shut down\ninterrupted\n"), said.stderr
+    said = good(run(PYTHON, PROGRAMS / "importing.py", env=FROM_ROOT | {"TORCHELASTIC_RUN_ID": "1"})).out
+    assert said == "shut down\ninterrupted\n"

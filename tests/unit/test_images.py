@@ -106,6 +106,7 @@ def test_a_file_for_dali_is_the_whole_picture(tmp_path, name):
         assert content.tobytes() == path.read_bytes()
 
 
+@pytest.mark.drill
 def test_dali_decodes_the_same_pixels(tmp_path):
     """On a CPU, with the operator of loader_DALI.py, which decodes a region; its borders may differ."""
     dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: requirements-dali.txt")

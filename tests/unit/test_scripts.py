@@ -17,7 +17,7 @@ from common import checkpoint, datasets, errors, models
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
+def script(alone, tmp_path, monkeypatch):
     """Return a function from a script's name and arguments to its module and its parsed arguments.
 
     The digits are 8 to train on and 4 to measure. A variant has its group, of one process, as after join_group().
@@ -25,12 +25,6 @@ def script(tmp_path, monkeypatch):
     digits = datasets._digits()
     monkeypatch.setattr(datasets, "_digits", lambda: [(images[:count], labels[:count]) for (images, labels), count in
                                                       zip(digits, (8, 4), strict=True)])
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_"))]:
-        monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that what join_group() sets is taken back
-        del os.environ[name]
-    threads = torch.get_num_threads()
 
     def start(name, *arguments):
         small = ["--device", "cpu", "--batch-size", "4", "--epochs", "1", "--workers", "0", "--output-dir"]
@@ -41,10 +35,7 @@ def script(tmp_path, monkeypatch):
             module.join_group(args)
         return module, args
 
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    torch.set_num_threads(threads)
+    return start
 
 
 class Fixed(torch.nn.Module):
@@ -92,6 +83,19 @@ def test_each_checkpoint_knows_the_best_accuracy_its_own_included(script, tmp_pa
     for name in ("best.pt", "epoch-001.pt", "last.pt"):
         content = load(tmp_path / name)
         assert content["best_accuracy"] == content["accuracy"] >= 0
+
+
+def test_best_is_the_first_of_the_highest_and_stays_when_accuracy_falls(script, tmp_path, monkeypatch):
+    module, args = script("train", "--epochs", "3")
+    accuracies = iter([0.5, 0.5, 0.25, 0.25])
+    monkeypatch.setattr(module, "evaluate", lambda *_: (1.0, next(accuracies), 1.0))
+    module.main(args)
+    assert load(tmp_path / "best.pt")["epoch"] == 1
+    args.epochs, args.resume = 4, "auto"
+    module.main(args)
+    assert load(tmp_path / "best.pt")["epoch"] == 1
+    content = load(tmp_path / "last.pt")
+    assert (content["epoch"], content["accuracy"], content["best_accuracy"]) == (4, 0.25, 0.5)
 
 
 def test_the_optimizer_has_the_settings_of_the_command(script, tmp_path):
@@ -193,6 +197,35 @@ def test_no_snapshot_is_written_of_weights_that_are_not_finite(script, tmp_path,
     assert not (tmp_path / "last.pt").exists()
 
 
+@pytest.fixture
+def snapshot(script, tmp_path, monkeypatch):
+    """Return the snapshot of a run that a signal has stopped after the first of its two steps."""
+    stop = threading.Event()
+    stop.set()
+    module, args = script("train_elastic", "--log-every", "1")
+    monkeypatch.setattr(module.signals, "note_signals", lambda *names: stop)
+    assert module.main(args) == 85 and load(tmp_path / "last.pt")["step"] == 1
+    dist.destroy_process_group()
+    stop.clear()
+    return tmp_path / "last.pt"
+
+
+@pytest.mark.parametrize(("name", "arguments", "complaint"), [
+    ("train", [], "a snapshot within an epoch; resume it with train_elastic.py, or load its weights with --weights"),
+    ("train_elastic", ["--seed", "1"], "--batch-size 4 --seed 0 began this epoch and ends it, not .*--seed 1")],
+    ids=["another script", "another seed"])
+def test_a_snapshot_is_for_the_command_that_can_use_it(script, snapshot, name, arguments, complaint):
+    module, args = script(name, "--resume", snapshot, *arguments)
+    with pytest.raises(errors.UsageError, match=complaint):
+        module.main(args)
+
+
+def test_a_snapshot_of_the_first_epoch_can_be_measured(script, snapshot, capsys):
+    module, args = script("train_elastic", "--evaluate", "--resume", "auto")
+    module.main(args)
+    assert "1 steps of epoch 1 are done" in (said := capsys.readouterr().out) and "accuracy" in said
+
+
 def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
     """Each worker has a folder of its own, so that a relative path would be another one."""
     monkeypatch.syspath_prepend(ROOT / "launch")
@@ -204,3 +237,6 @@ def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
     assert [getattr(args, name) for name in names] == [str(tmp_path / f"{name}.pt") for name in names]
     monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--", "--resume", "auto"])
     assert importlib.import_module("ray_train").parse_args()[1].resume == "auto"
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--"])
+    with pytest.raises(errors.UsageError, match="--max-failures: every start would begin anew; .*--resume auto"):
+        importlib.import_module("ray_train").parse_args()

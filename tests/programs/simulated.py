@@ -1,7 +1,7 @@
 """Run a script on a simulated accelerator: its tensors compute on the CPU, and refuse to meet tensors of the CPU.
 
-    python tests/simulated.py train.py --epochs 2
-    python -m torch.distributed.run --nproc-per-node=2 tests/simulated.py train_DDP.py
+    python tests/programs/simulated.py train.py --epochs 2
+    python -m torch.distributed.run --nproc-per-node=2 tests/programs/simulated.py train_DDP.py
 
 The script runs unchanged and finds one device, "npy", with `torch.accelerator`. Everything here uses what torch offers
 to makers of devices: PrivateUse1 for the device, torch.library for its operations, Backend.register_backend for its

@@ -1,18 +1,18 @@
 """A program around a script, in which destroying the process group waits until every process does so.
 
-    torchrun --nproc-per-node=2 tests/waiting_destroy.py FOLDER train_DDP.py --epochs 1
+    torchrun --nproc-per-node=2 tests/programs/waiting_destroy.py FOLDER train_DDP.py --epochs 1
 
-NCCL's documentation calls ncclCommDestroy collective within a node. FOLDER has a file for each process that has come.
+NCCL's documentation calls ncclCommDestroy collective within a node. FOLDER gets a file from each process that arrives.
 """
 import os
-import runpy
 import sys
 import time
 from pathlib import Path
 
 import torch.distributed as dist
+from around import run_script
 
-folder, script = Path(sys.argv[1]), sys.argv[2]
+folder = Path(sys.argv.pop(1))
 destroy = dist.destroy_process_group
 
 
@@ -24,6 +24,4 @@ def wait_for_all_and_destroy():
 
 
 dist.destroy_process_group = wait_for_all_and_destroy
-sys.argv = sys.argv[2:]
-sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-runpy.run_path(script, run_name="__main__")
+run_script()

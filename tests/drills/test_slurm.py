@@ -8,17 +8,10 @@ import time
 
 import pytest
 import slurm
-from conftest import PYTHON, ROOT, TORCHRUN, distance, epochs, good, load, run, same
+from conftest import FROM_ROOT, PROGRAMS, PYTHON, ROOT, TORCHRUN, distance, epochs, good, load, run, same
 
-pytestmark = [pytest.mark.drill, pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")]
+pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")
 ARGUMENTS = ["train_DDP.py", "--epochs", "2", "--batch-size", "96", "--lr", "0.0003"]
-HOW_STARTED = """
-import json, os
-from common import launch
-os.environ.update(launch.launch_environment())
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-print(json.dumps({name: os.environ[name] for name in names} | {"cores": launch.cores_per_process()}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +20,17 @@ def environment():
         yield environment
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Return the last checkpoint of a run by torchrun's two processes, which tasks are compared with."""
+    folder = tmp_path_factory.mktemp("reference")
+    good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", folder))
+    return folder / "last.pt"
+
+
 def srun(environment, *options):
-    names = ("SLURM_CONF", "PATH")
     return lambda *command: run("srun", "--kill-on-bad-exit=1", *options, *command,
-                                env={name: environment[name] for name in names})
+                                env=FROM_ROOT | {name: environment[name] for name in ("SLURM_CONF", "PATH")})
 
 
 def batch(environment, log, options, script):
@@ -40,15 +40,14 @@ def batch(environment, log, options, script):
     return log.read_text()
 
 
-def test_tasks_of_srun_are_the_processes_of_a_group(environment, tmp_path):
+def test_tasks_of_srun_are_the_processes_of_a_group(environment, reference, tmp_path):
     """Two tasks on two nodes train what torchrun's two processes train; an uneven placement of three counts three.
 
     Not bit for bit: a task computes with the cores that it asked for, and so may sum in another order.
     """
-    good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", tmp_path / "torchrun"))
     said = good(srun(environment, "-N2", "-n2", "-c2")(PYTHON, *ARGUMENTS, "--output-dir", tmp_path / "srun")).out
     assert "2 process(es) x 1 micro-batch x 48" in said
-    assert distance(tmp_path / "torchrun/last.pt", tmp_path / "srun/last.pt") < 1e-5
+    assert distance(reference, tmp_path / "srun/last.pt") < 1e-5
     assert len(list((tmp_path / "srun").glob("events*"))) == 1
     said = good(srun(environment, "-N2", "-n3", "--distribution=arbitrary", "--nodelist=cook1,cook1,cook2")(
         PYTHON, *ARGUMENTS, "--epochs", "1", "--output-dir", tmp_path / "three")).out
@@ -109,7 +108,8 @@ def test_a_task_computes_with_the_cores_of_its_own_mask(environment):
 
     The masks are named so that two real cores are enough to see it.
     """
-    said = good(srun(environment, "-N1", "-n2", "-c2", "--cpu-bind=mask_cpu:0x3,0x3")(PYTHON, "-c", HOW_STARTED)).out
+    both = srun(environment, "-N1", "-n2", "-c2", "--cpu-bind=mask_cpu:0x3,0x3")
+    said = good(both(PYTHON, PROGRAMS / "how_started.py")).out
     tasks = sorted(map(json.loads, said.splitlines()), key=lambda task: task["RANK"])
     assert [task["cores"] for task in tasks] == [2, 2]
     assert [task["LOCAL_WORLD_SIZE"] for task in tasks] == ["2", "2"]
@@ -155,23 +155,22 @@ class Job:
                       and self.state() != "PENDING", "the second start")
 
 
-def test_the_batch_files_train_what_two_processes_train(environment, tmp_path):
-    good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", tmp_path / "plain"))
+def test_the_batch_files_train_what_two_processes_train(environment, reference, tmp_path):
     for name in ("srun", "torchrun"):
         job = Job(environment, tmp_path / f"{name}.out", "-N2", "--ntasks-per-node=1", "-c2", f"launch/{name}.sbatch",
                   *ARGUMENTS, "--output-dir", tmp_path / name)
         assert "2 process(es) x 1 micro-batch x 48" in job.complete()
-        assert distance(tmp_path / "plain/last.pt", tmp_path / name / "last.pt") < 1e-5
+        assert distance(reference, tmp_path / name / "last.pt") < 1e-5
 
 
 def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
     """A signal before the time limit, and a requeue from outside: each time it saves, and goes on at that step."""
-    arguments = ["-N2", "--ntasks-per-node=1", "-c2", "launch/elastic.sbatch", *ARGUMENTS[1:], "--epochs", "12",
+    arguments = ["-N2", "--ntasks-per-node=1", "-c2", "launch/elastic.sbatch", *ARGUMENTS[1:], "--epochs", "8",
                  "--log-every", "2", "--snapshot-every", "5", "--output-dir"]
     Job(environment, tmp_path / "whole.out", *arguments, tmp_path / "whole").complete()
     job = Job(environment, tmp_path / "elastic.out", *arguments, tmp_path / "elastic")
     stop = "stopped by a signal and saved"
-    signals = ["scancel", "--signal=TERM"], ["scontrol", "requeue"], ["scancel", "--signal=USR1"]
+    signals = ["scontrol", "requeue"], ["scancel", "--signal=USR1"]
     for number, command in enumerate(signals):
         job.wait_for(lambda: f"epoch {3 * number + 2:3}/" in job.said(), f"epoch {3 * number + 2}")  # noqa: B023
         job.ask(*command, job.number)
@@ -179,5 +178,5 @@ def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
         assert job.said().count(stop) == number + 1, job.said()
     said = job.complete()
     assert len(re.findall(r"^resume .* steps of epoch \d+ are done", said, re.M)) >= 1
-    assert len(re.findall("^resume ", said, re.M)) == 3 and "train_elastic.py: error" not in said
+    assert len(re.findall("^resume ", said, re.M)) == 2 and "train_elastic.py: error" not in said
     assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "elastic/last.pt"))

@@ -1,0 +1,82 @@
+"""Taken over elsewhere: the manifest's command on two nodes, and train_DDP.py in the workers of Ray Train."""
+import os
+import re
+import signal
+import socket
+import subprocess
+
+import pytest
+import yaml
+from conftest import PYTHON, ROOT, TORCHRUN, distance, epochs, good, run
+
+ARGUMENTS = ["--epochs", "2", "--lr", "0.0003"]
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Return the last checkpoint of a run by two processes of torchrun, which the other runs are compared with."""
+    folder = tmp_path_factory.mktemp("reference")
+    good(run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", *ARGUMENTS, "--output-dir", folder, env=CPU))
+    return folder / "last.pt"
+
+
+def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(reference, tmp_path):
+    """Two pods' worth of environment on one machine: the command itself, but for the size of the training."""
+    manifest = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
+    _, script, *arguments = manifest["spec"]["trainer"]["command"]
+    small = [*arguments, *ARGUMENTS, "--dataset=digits", "--model=cnn", "--batch-size=64", "--weight-decay=1e-4"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    nodes = []
+    for rank in range(2):
+        pet = dict(PET_NNODES="2", PET_NPROC_PER_NODE="1", PET_NODE_RANK=str(rank), PET_MASTER_ADDR="localhost",
+                   PET_MASTER_PORT=str(port))
+        command = [*TORCHRUN, str(ROOT / script.rsplit("/", 1)[1]), *small, f"--output-dir={tmp_path / 'kubeflow'}"]
+        nodes.append(subprocess.Popen(command, env=os.environ | CPU | pet, stdout=subprocess.PIPE, text=True))
+    said = [node.communicate(timeout=180)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert "2 process(es) x 1 micro-batch x 32" in said[0] and len(epochs(said[0])) == 2 and not epochs(said[1])
+    assert distance(tmp_path / "kubeflow/last.pt", reference) < 1e-5
+
+
+@pytest.fixture
+def ray_environment(tmp_path):
+    pytest.importorskip("ray.train.torch", reason="no Ray: pip install -r requirements-drill.txt")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores: Ray gives each worker one")
+    return CPU | {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}  # Ray keeps a token in HOME
+
+
+def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, tmp_path):
+    """The weights are those of torchrun; relative paths are the caller's, though each worker has its own folder."""
+    driver = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--"]
+    said = good(run(*driver, *ARGUMENTS, "--output-dir", "ray", cwd=tmp_path, env=ray_environment)).out
+    assert said.count("2 process(es) x 1 micro-batch x 32") == 1
+    assert distance(reference, tmp_path / "ray/last.pt") < 1e-5
+    assert len(list((tmp_path / "ray").glob("events*"))) == 1
+
+
+def test_ray_starts_again_what_died(ray_environment, tmp_path):
+    command = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--max-failures", "1", "--", *ARGUMENTS,
+               "--epochs", "6", "--resume", "auto", "--output-dir", tmp_path / "out"]
+    driver = subprocess.Popen([str(part) for part in command], env=os.environ | ray_environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    victim, said = None, []
+    for line in driver.stdout:
+        said.append(line)
+        if found := re.search(r"pid=(\d+)\) world_rank=1,", line):
+            victim = victim or int(found[1])
+        if victim and "epoch   1/6" in line:
+            os.kill(victim, signal.SIGKILL)
+    said = "".join(said)
+    assert driver.wait(60) == 0, said[-3000:]
+    assert re.search(r"resume \S+: epoch \d is done", said) and "epoch   6/6" in said
+
+
+def test_a_failure_under_ray_is_one_line(ray_environment, tmp_path):
+    result = run(PYTHON, "launch/ray_train.py", "--num-workers", "2", "--", "--lr", "1e9", "--output-dir",
+                 tmp_path / "out", env=ray_environment)
+    said = [line for line in result.err.splitlines() if line.startswith("ray_train.py: error: ")]
+    assert result.code == 1 and said == ["ray_train.py: error: epoch 1, step 10: the loss is nan; try a lower --lr"]

@@ -1,0 +1,83 @@
+"""What holds for one script in the tests holds for every script: whole default runs, resuming, other numbers."""
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import (
+    FLOAT64,
+    PYTHON,
+    RUNS,
+    SAME,
+    SCRIPTS,
+    command,
+    copy_out,
+    distance,
+    epochs,
+    good,
+    load,
+    precision,
+    run,
+    same,
+)
+
+
+def test_the_whole_default_run_trains_the_baselines_model(tmp_path):
+    """Ten epochs with no argument but the output folder: what README says of float64."""
+    for number, script in enumerate(("train.py", "train_DDP.py")):
+        good(run(*command(script), "--output-dir", tmp_path / str(number), env=FLOAT64))
+    assert distance(tmp_path / "0/last.pt", tmp_path / "1/last.pt") < 1e-11
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in ("train.py", "train_DDP.py")])
+def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script):
+    folder, whole = runs(script)
+    result = good(run(*RUNS[script], "--workers", "1", "--resume", folder / "epoch-002.pt", "--output-dir", tmp_path,
+                      env=precision(script)))
+    assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
+    assert epochs(result.out) == epochs(whole.out)[2:]
+
+
+def test_three_processes_are_deterministic_when_asked(tmp_path):
+    """In float32, where sums of three depend on their order."""
+    three = [*command("train_DDP.py", 3), *SAME, "--deterministic", "--output-dir"]
+    good(run(*three, tmp_path / "whole"))
+    good(run(*three, tmp_path / "again", "--resume", tmp_path / "whole/epoch-002.pt"))
+    assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "again/last.pt"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, script):
+    """The checkpoint of the script before it in the list; one process (two under mp) finds the reported accuracy."""
+    other = SCRIPTS[SCRIPTS.index(script) - 1]
+    folder, result = runs(other)
+    copy = copy_out(script, tmp_path / "copy")
+    said = good(run(PYTHON, script, "--evaluate", "--workers", "0", "--resume", folder / "last.pt", cwd=copy.parent,
+                    env=precision(other))).out
+    reported = epochs(result.out)[-1]
+    assert said.strip().endswith(f"accuracy {reported['accuracy']:.4f}  top5 {reported['top5']:.4f}")
+
+
+def test_two_halves_of_a_launch_on_two_hosts_are_one_run(runs, tmp_path):
+    """As README has it, one command for each host; here both are this one, and train the last epoch."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    whole = runs("train_mp.py")[0]
+    halves = [[*RUNS["train_mp.py"], "--nprocs", "1", "--nnodes", "2", "--node-rank", rank, "--ip", "127.0.0.1",
+               "--port", port, "--resume", whole / "epoch-002.pt", "--output-dir", tmp_path] for rank in "01"]
+    with ThreadPoolExecutor(2) as pool:
+        said = [good(result).out for result in pool.map(lambda half: run(*half, env=FLOAT64), halves)]
+    assert "batch 96 = 2 process(es) x 1 micro-batch x 48" in said[0]
+    assert [len(epochs(out)) for out in said] == [1, 0]  # of all processes, rank 0 prints
+    assert distance(tmp_path / "last.pt", whole / "last.pt") < 1e-11
+
+
+def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
+    whole = runs("train.py")[0]
+    good(run(*RUNS["train_DDP.py on 3"], "--resume", whole / "epoch-002.pt", "--output-dir", tmp_path, env=FLOAT64))
+    assert distance(tmp_path / "last.pt", whole / "last.pt") < 1e-11
+
+
+def test_bf16_reaches_the_accuracy_of_the_baseline(runs):
+    reached = {name: epochs(runs(name)[1].out)[-1]["accuracy"] for name in ("train_amp.py", "train.py")}
+    assert reached["train.py"] > 0.85 and abs(reached["train_amp.py"] - reached["train.py"]) < 0.03
+    assert load(runs("train_amp.py")[0] / "last.pt").keys() - load(runs("train.py")[0] / "last.pt").keys() == {"scaler"}

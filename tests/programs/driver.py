@@ -1,0 +1,65 @@
+"""A small training script: builds loaders one after the other, in one group, and saves what it saw.
+
+    PYTHONPATH=. torchrun --nproc-per-node=2 tests/programs/driver.py FOLDER
+
+FOLDER/jobs.json lists the loaders and what is done with each.
+"""
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from common import errors
+
+folder = sys.argv[1]
+
+
+def train(loader):
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 3, 3, padding=1)]
+    network = torch.nn.Sequential(*layers)
+    model, losses = DistributedDataParallel(network), []
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for images, targets in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.l1_loss(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def broken_off(loader):
+    seen = [[next(iter(loader))]]
+    seen.append(list(loader))
+    loader.set_epoch(2)
+    seen.append(list(loader))
+    loader.set_epoch(7)
+    seen.append(list(loader))
+    return seen
+
+
+if __name__ == "__main__":
+    for number, job in enumerate(json.loads(Path(folder, "jobs.json").read_text())):
+        sys.argv[1:] = job["arguments"]
+        module = importlib.import_module(job["script"])
+        args = module.parse_args()
+        if not number:
+            module.join_group(args)
+        result = {}
+        try:
+            loader = module.build_loader(args)
+            result["length"] = len(loader)
+            if job["action"] == "watch":
+                result["epochs"] = [list(loader) for _ in range(args.epochs)]
+            else:
+                result[job["action"]] = globals()[job["action"]](loader)
+        except (errors.UsageError, errors.RunError) as error:
+            if dist.get_world_size() > 1:
+                raise
+            result["error"] = [type(error).__name__, str(error)]
+        torch.save(result, Path(folder, f"{job['name']}-{dist.get_rank()}.pt"))

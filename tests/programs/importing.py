@@ -1,0 +1,33 @@
+"""Imports all of common/, then shuts down as asyncio does on Ctrl-C; prints what came."""
+import asyncio
+import ctypes
+import importlib
+import signal
+import sys
+from pathlib import Path
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+handlers = [signal.getsignal(number) for number in SIGNALS]
+common = importlib.import_module("common")
+for path in Path(common.__file__).parent.glob("[!_]*.py"):
+    importlib.import_module(f"common.{path.stem}")
+assert handlers == [signal.getsignal(number) for number in SIGNALS]
+
+
+async def main():
+    try:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        print("shut down")
+        raise
+
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("interrupted")
+if sys.platform == "linux":
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+    assert number.value == 0

@@ -1,0 +1,89 @@
+"""README's first run, in float32: it learns, it resumes, a failure spares what it saved, its weights go elsewhere."""
+import json
+import re
+import shutil
+
+import pytest
+from conftest import LAUNCH, PROGRAMS, PYTHON, copy_out, epochs, good, load, run, same
+from live import ours
+
+README = [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Run README's first command, which also keeps its eighth epoch, in a copy; return (output folder, result)."""
+    folder = copy_out("train_DDP.py", tmp_path_factory.mktemp("copy") / "x").parent
+    return folder / "runs", good(run(*README, "--save-every", "8", cwd=folder))
+
+
+def test_the_default_run_learns_the_digits(finished):
+    folder, result = finished
+    assert epochs(result.out)[-1]["accuracy"] >= 0.97
+    assert {path.name.split(".")[0] for path in folder.glob("[!.]*")} == {"events", "best", "last", "epoch-008"}
+
+
+def test_a_resumed_run_of_two_processes_ends_bit_for_bit(finished, tmp_path):
+    folder, whole = finished
+    shutil.copy(folder / "epoch-008.pt", tmp_path / "last.pt")
+    result = good(run(*LAUNCH, "--use_env", *README[len(LAUNCH):], "--workers", "2", "--resume", "auto",
+                      "--output-dir", tmp_path))
+    assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
+    assert epochs(result.out) == epochs(whole.out)[8:]
+
+
+def test_one_process_measures_what_two_reported(finished):
+    """The script copied out, started by plain `python`."""
+    folder, result = finished
+    said = good(run(PYTHON, "train_DDP.py", "--evaluate", "--resume", "auto", cwd=folder.parent)).out
+    reported = epochs(result.out)[-1]
+    assert said.strip().endswith(f"accuracy {reported['accuracy']:.4f}  top5 {reported['top5']:.4f}")
+
+
+def test_no_thread_of_the_backend_is_left_when_python_ends(finished, tmp_path):
+    """One that still holds a tensor then aborts the process, once in some launches, when all its work is done."""
+    said = good(run(PYTHON, PROGRAMS / "last_threads.py", "train_DDP.py", "--evaluate", "--weights",
+                    finished[0] / "last.pt", "--backend", "gloo", "--output-dir", tmp_path)).out
+    threads = re.search(r"accuracy [\d.]+  .*\nthreads: (.+)", said)
+    assert threads and "python" in threads[1] and "gloo" not in threads[1], said
+
+
+def test_a_loss_that_is_not_finite_ends_all_processes_and_keeps_the_checkpoint(finished, tmp_path):
+    shutil.copy(finished[0] / "last.pt", tmp_path)
+    before = (tmp_path / "last.pt").read_bytes()
+    result = run(*README, "--lr", "1e5", "--log-every", "4", "--output-dir", tmp_path)
+    said = ours(result.err.splitlines())
+    assert result.code == 1
+    assert len(said) == 1 and re.search("error: epoch 1, step 4: the loss is (nan|inf); try a lower --lr$", said[0])
+    assert (tmp_path / "last.pt").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("[!.]*") if "events" not in path.name) == ["last.pt"]
+
+
+def test_a_save_that_breaks_off_spares_what_was_saved(finished, tmp_path):
+    """No file may grow beyond 100 KiB (some shells count in KiB: 200), a third of a checkpoint at most."""
+    names = "best.pt", "last.pt"
+    for name in names:
+        shutil.copy(finished[0] / name, tmp_path)
+    assert all((tmp_path / name).stat().st_size > 600 * 1024 for name in names)
+    before = [(tmp_path / name).read_bytes() for name in names]
+    result = run("sh", "-c", 'ulimit -f 200 && exec "$@"', "sh", PYTHON, "train.py", "--epochs", "11", "--resume",
+                 "auto", "--output-dir", tmp_path)
+    left = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt*")}
+    assert [left.get(name) for name in names] == before, f"of {names} there is left: {left.keys()}"
+    assert result.code == 1 and len(result.err.splitlines()) == 1, result.err
+    assert "cannot save" in result.err and "what was saved before is whole" in result.err
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_weights_that_fit_are_taken_and_the_others_listed(finished, photos, tmp_path):
+    """From digits (1 channel, 10 classes) to photos (3 channels, 3 classes): the layers between are taken."""
+    result = good(run(PYTHON, "train_DDP.py", "--weights", finished[0] / "best.pt", "--dataset", "folder",
+                      "--data-path", photos, "--batch-size", "12", "--epochs", "1", "--freeze-layers",
+                      "--output-dir", tmp_path))
+    said = result.out.splitlines()[0]
+    weights, start = load(tmp_path / "last.pt")["model"], load(finished[0] / "best.pt")["model"]
+    taken = [name for name in weights if weights[name].shape == start[name].shape]
+    assert f"took {len(taken)} of {len(weights)} tensors; of another shape: " in said
+    assert all((weights[name] == start[name]).all() for name in taken) and "features.3.weight" in taken
+    assert "195 of " in result.out.splitlines()[1]  # 64 x 3 + 3: the classifier alone is trained
+    assert json.loads((tmp_path / "class_indices.json").read_text()) == {"0": "ash", "1": "beech", "2": "cedar"}

@@ -1,0 +1,124 @@
+"""A mistake in a command ends in one line that names it, and with exit code 2; here without a launch."""
+import pickle
+import runpy
+import signal
+import socket
+import sys
+import zipfile
+
+import pytest
+import torch
+from conftest import ROOT
+
+from common import models
+
+# command: what its one line names; {tmp} is a folder with an empty folder, one without images, and a plain file
+MISTAKES = {
+    # these show before any data is read
+    "train.py --dataset nope": ["--dataset", "'nope'", "fashion-mnist"],
+    "train.py --epochs -1": ["--epochs", "'-1'", "above 0"],
+    "train.py --lr nan": ["--lr", "'nan'"],
+    "train.py --lrf 1.5": ["--lrf", "'1.5'", "0 to 1"],
+    "train.py --batch-size 12.5": ["--batch-size", "'12.5'"],
+    "train.py --epoch 3": ["--epoch"],
+    "train.py --device warp": ["--device warp"],
+    "train_grad_accum.py --accum-steps 0": ["--accum-steps", "'0'"],
+    "train_DDP.py --sync-bn False": ["False"],
+    "train_DDP.py --backend smoke": ["--backend smoke", "gloo"],
+    "train_DDP.py --backend nccl --device cpu": ["--backend nccl", "cpu", "gloo"],
+    "train_mp.py --port 70000": ["--port", "'70000'"],
+    "train_mp.py --nnodes 2 --ip 127.0.0.1": ["--nnodes 2", "--port"],
+    "loader.py --data-source {tmp}/missing --device cpu": ["--data-source {tmp}/missing", "no folder"],
+    # these when the data or the model is there
+    "train.py --batch-size 1439": ["--batch-size 1439", "1438"],
+    "train.py --evaluate": ["--evaluate", "--weights", "--resume"],
+    "train.py --evaluate --resume auto": ["--evaluate", "--resume"],
+    "train.py --weights mistyped.pt": ["--weights mistyped.pt", "no such file"],
+    "train.py --resume mistyped.pt": ["--resume mistyped.pt", "no such file"],
+    "train.py --dataset folder --data-path {tmp}/missing": ["{tmp}/missing", "no such folder"],
+    "train.py --dataset folder --data-path {tmp}/empty": ["{tmp}/empty", "no sub-folders"],
+    "train.py --dataset folder --data-path {tmp}/hollow": ["{tmp}/hollow", "'oak'", "no images"],
+    "train.py --dataset cifar10 --data-path {tmp}/file": ["{tmp}/file"],
+    "train.py --output-dir {tmp}/file": ["--output-dir {tmp}/file"],
+    "train_DDP.py --sync-bn --device cpu": ["--sync-bn", "cpu"],
+    "train_grad_accum.py --accum-steps 65": ["--accum-steps 65", "64"],
+    # and these when a checkpoint is read
+    "train.py --resume {tmp}/resnet.pt": ["--resume {tmp}/resnet.pt", "model", "--model"],
+    "train.py --weights {tmp}/resnet.pt": ["--weights {tmp}/resnet.pt", "no tensor in it matches"],
+    "train.py --resume {tmp}/weights.pt": ["--resume {tmp}/weights.pt", "no 'optimizer'", "--weights"],
+    "train.py --resume {tmp}/torn.pt": ["--resume {tmp}/torn.pt", "torn"],
+    "train.py --resume {tmp}/void.pt": ["--resume {tmp}/void.pt", "torn"],
+    "train.py --resume {tmp}/newer.pt": ["--resume {tmp}/newer.pt", "a newer torch"],
+    "train.py --resume {tmp}/shapes.pt": ["--resume {tmp}/shapes.pt", "model", "--dataset"],
+    "train.py --weights {tmp}/text.pt": ["--weights {tmp}/text.pt", "not"],
+    "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "not loaded"],
+    "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "not loaded"],
+}
+
+
+class Code:
+    """An object whose pickle, when loaded without care, makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "empty").mkdir()
+    (folder / "hollow/oak").mkdir(parents=True)
+    (folder / "file").write_text("a file, not a folder\n")
+    resnet = {"model": {"conv1.weight": torch.zeros(64, 1, 3, 3)}, "optimizer": {}, "scheduler": {}, "epoch": 1,
+              "accuracy": 0.5, "best_accuracy": 0.5}
+    torch.save(resnet, folder / "resnet.pt")
+    torch.save({"model": resnet["model"]}, folder / "weights.pt")
+    whole = (folder / "resnet.pt").read_bytes()
+    (folder / "torn.pt").write_bytes(whole[:len(whole) // 2])
+    (folder / "void.pt").write_bytes(b"")
+    (folder / "text.pt").write_text("dear diary\n")
+    with zipfile.ZipFile(folder / "resnet.pt") as old, zipfile.ZipFile(folder / "newer.pt", "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry, b"99\n" if entry.filename.endswith("/version") else old.read(entry))
+    shapes = models.create_model("cnn", 3, (3, 224, 224)).state_dict()
+    torch.save(resnet | {"model": shapes}, folder / "shapes.pt")
+    (folder / "code.pt").write_bytes(pickle.dumps(Code(folder / "ran"), protocol=2))
+    torch.save({"model": Code(folder / "ran")}, folder / "zipped-code.pt")
+    return folder
+
+
+@pytest.fixture
+def here(alone, tmp_path, monkeypatch):
+    """Take back what a script sets in its process; what it registers for the end of Python is not kept."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("atexit.register", lambda *_: None)
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(tmp_path)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, command):
+    script, *arguments = command.format(tmp=folder).split()
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit, match="^2$"):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    out, err = capsys.readouterr()
+    line, = err.splitlines()
+    assert line.startswith(f"{script}: error: ") and "epoch" not in out
+    assert all(part.format(tmp=folder) in line for part in MISTAKES[command]), line
+    assert not (folder / "ran").exists()  # no code in a checkpoint was run
+
+
+def test_a_port_in_use_is_one_line(here, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["train_mp.py", "--port", str(port)])
+        with pytest.raises(SystemExit, match="^2$"):
+            runpy.run_path(str(ROOT / "train_mp.py"), run_name="__main__")
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("train_mp.py: error: ") and f"--port {port}" in line and "in use" in line
