@@ -20,7 +20,7 @@ def test_two_seeds_share_no_order(tmp_path, script):
     data = path.parent / "common/datasets.py"
     text = data.read_text()
     noted = text.replace("\n        indices = torch.as_tensor(indices)\n", NOTE, 1).replace(
-        "return ArrayDataset(name, *train, seed, augment=name in COLOUR)",
+        "return ArrayDataset(name, *train, seed, augment=name in COLOR)",
         "return ArrayDataset(name, *train, seed, augment=None)", 1)
     assert noted.count("order") == text.count("order") + 1 and "augment=None)" in noted
     data.write_text(noted)

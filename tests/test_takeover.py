@@ -152,7 +152,7 @@ def test_ray_starts_again_what_died(ray_environment, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, code, line", [
-    (["--max-failures", "1", "--", "--epochs", "1"], 2, r"--max-failures: every start would begin anew; .*"),
+    (["--max-failures", "1", "--", "--epochs", "1"], 2, r"--max-failures: every restart would lose all progress; .*"),
     (["--num-workers", "2", "--", "--lr", "1e9"], 1, r"epoch 1, step 10: the loss is nan; try a lower --lr"),
 ])
 def test_a_mistake_under_ray_is_one_line(ray_environment, tmp_path, arguments, code, line):
