@@ -169,10 +169,10 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
            progress: dict[str, Any] | None = None) -> tuple[int, float]:
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
 
-    `path` is a file, None, or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any variant fits; one
-    without a `scaler` leaves the scaler unchanged. The optimizer keeps this command's learning rate, momentum and
-    weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys; without it, a
-    snapshot within an epoch is rejected. Raises UsageError if the checkpoint does not fit or the processes disagree.
+    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any variant
+    fits; one without a `scaler` leaves the scaler unchanged. The optimizer keeps this command's learning rate, momentum
+    and weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys; without it,
+    a snapshot within an epoch is rejected. Raises UsageError if the file does not fit or differs between processes.
     """
     if path == "auto":
         path = Path(output_dir, "last.pt")
@@ -218,7 +218,7 @@ def _keep_settings(state: dict[str, Any], settings: list[dict[str, Any]]) -> lis
     restored = [group.copy() for group in groups]
     for group, old, new in zip(groups, restored, settings):
         group.update((name, value) for name, value in new.items() if name not in ("params", "lr"))
-        if "initial_lr" in new:  # schedulers multiply this rate
+        if "initial_lr" in new:  # schedulers scale this rate
             group["lr"] = old["lr"] * (new["initial_lr"] / old["initial_lr"])
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]

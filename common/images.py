@@ -22,7 +22,7 @@ MAX_PIXELS = 100_000_000
 def find_files(folder: str | Path) -> list[str]:
     """Return the sorted paths of the image files below `folder`; follow symbolic links and skip hidden files.
 
-    A broken link counts as a file: reading it fails. Raises UsageError for an unreadable folder or a link to a parent.
+    A broken link counts as a file: reading it fails. Raises UsageError for unreadable folders and for link cycles.
     """
     found: list[str] = []
     try:
