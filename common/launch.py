@@ -98,7 +98,7 @@ def slurm_local_world_size(env: Mapping[str, str]) -> int:
 def step_port(job: int, step: int) -> int:
     """Return the port where the tasks of a Slurm step meet.
 
-    Each of 1000 jobs has 20 ports for its steps, below Linux's range for outgoing connections (ip_local_port_range, from 32768).
+    Each of 1000 jobs has 20 ports, below Linux's range for outgoing connections (ip_local_port_range, from 32768).
     """
     return 12000 + job % 1000 * 20 + step % 20
 

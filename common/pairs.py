@@ -173,7 +173,7 @@ def make_samples(folder: str | Path) -> None:
 
 
 def scene(height: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """Return a scene (3, H, W) in [0, 1]: clouds, sharp boxes, sensor noise; its JPEG is about the size of a photo's."""
+    """Return a scene (3, H, W) in [0, 1]: clouds, sharp boxes, noise; its JPEG is about the size of a photo's."""
     gray = 0.07 * torch.rand(1, height, width, generator=generator)
     for octave in range(1, 8):
         grid = torch.rand(1, 1, 2**octave, 2**octave, generator=generator) - 0.5
