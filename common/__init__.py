@@ -1,4 +1,4 @@
-"""What the scripts share: networks, data, checkpoints, one-line errors. No training loop lives here.
+"""Shared code: networks, data, checkpoints and one-line errors, but no training loop.
 
-Importing any of it changes nothing in the process: handlers of signals and of exits are set where a script starts.
+Importing it has no side effects: a script calls `report_errors` to install signal and exit handlers.
 """

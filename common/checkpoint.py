@@ -16,16 +16,16 @@ import torch
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
-LOCK_SECONDS = 100  # an NFSv4 server drops the locks of a crashed host when its lease ends; on Linux that is 90 s
+LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when its lease ends: after 90 s on Linux
 
-_locks: list[TextIO] = []  # open as long as the process lives
+_locks: list[TextIO] = []  # stay open until the process exits
 
 
 def make_folder(path: str | Path, lock: bool = True) -> Path:
-    """Make the folder `path` for a run's output if it is not there, and return it; UsageError where it cannot be.
+    """Create the output folder `path` if needed and return it; raise UsageError if that fails.
 
-    With `lock` the main process locks it until that process exits, for any reason: another run's main process is
-    refused. (The lock is the process's own; a loader's worker that lives on for a moment does not hold it.)
+    With `lock`, the main process locks it until it exits, and rejects a folder that another run has locked. A loader
+    worker that briefly outlives the main process does not hold the lock.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -39,8 +39,8 @@ def make_folder(path: str | Path, lock: bool = True) -> Path:
 
 
 def _lock(path: str | Path, file: TextIO) -> TextIO:
-    """Lock the `file` of the folder `path` and return it; warn where the file system has no locks."""
-    if sys.platform == "win32":  # has no fcntl
+    """Lock the `file` in the folder `path` and return it; warn if the file system has no locks."""
+    if sys.platform == "win32":  # no fcntl
         return file
     import fcntl
 
@@ -51,16 +51,16 @@ def _lock(path: str | Path, file: TextIO) -> TextIO:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):  # Lustre without -o flock: ENOSYS; NFS: ENOLCK
-                print(f"--output-dir {path}: its file system has no locks ({error.strerror}); a second run there is not"
-                      " noticed", file=sys.stderr)
+                print(f"--output-dir {path}: its file system has no locks ({error.strerror}); a second run there will "
+                      "not be detected", file=sys.stderr)
                 return file
         else:
             break
         file.seek(0)
         holder, _, kernel = file.read().strip().rpartition(" ")
         if kernel == _kernel() or time.monotonic() > end:
-            raise UsageError(f"--output-dir {path}: another run writes there (host and process: {holder}); "
-                             "name another folder")
+            raise UsageError(f"--output-dir {path}: in use by another run (host and process: {holder}); "
+                             "choose another folder")
         if not waiting:
             print(f"--output-dir {path}: locked by another host (host and process: {holder}); waiting up to "
                   f"{LOCK_SECONDS} s, in case that host has crashed", file=sys.stderr)
@@ -73,7 +73,7 @@ def _lock(path: str | Path, file: TextIO) -> TextIO:
 
 
 def _kernel() -> str:
-    """Return what names this start of this machine: on one machine a lock is held by a process that lives."""
+    """Return an ID of this boot of this host: a lock from the same boot belongs to a live process."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -81,30 +81,30 @@ def _kernel() -> str:
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any], **values: Any) -> None:
-    """Write the `state_dict()` of every object in `state`, and `values` as they are, to `path`, whole or not at all.
+    """Write the `state_dict()` of each object in `state`, plus `values`, to `path` atomically.
 
-    The file is written under another name, forced to disk, then renamed: a crash leaves the old one or the new one.
-    `values` are plain Python values, so that the file loads with `weights_only=True`. Raises ProcessError when the
-    file cannot be written (no space, no permission).
+    It writes a temporary file, flushes it to disk and renames it, so a crash leaves the old file or the new one.
+    `values` must be plain Python values, so that the file loads with `weights_only=True`. Raises ProcessError if the
+    file cannot be written (disk full, no permission).
     """
     _write(Path(path), _content(state, values))
 
 
 class BackgroundWriter:
-    """Saves checkpoints while training goes on: one at a time, in the order of the calls."""
+    """Saves checkpoints while training continues: one at a time, in the order of the calls."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
         self.writing: Future[None] | None = None
 
     def save(self, path: str | Path, state: dict[str, Any], **values: Any) -> None:
-        """Copy `state` and `values` now, then write them as `save_checkpoint` does; waits for the save before."""
+        """Wait for the previous save, copy `state` and `values`, and write them in the background."""
         self.wait()
         content = _copy(_content(state, values))
         self.writing = self.pool.submit(_write, Path(path), content)
 
     def wait(self) -> None:
-        """Return when the last save is on disk; raises ProcessError if it failed."""
+        """Wait until the last save is on disk; raise ProcessError if it failed."""
         if self.writing:
             self.writing.result()
 
@@ -129,23 +129,23 @@ def _write(path: Path, content: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise ProcessError(f"cannot save {path}: {reason(cause)}; what was saved before is whole") from None
-    with contextlib.suppress(OSError):  # the new name is on disk only when the folder is; Windows opens no folder
+        raise ProcessError(f"cannot save {path}: {reason(cause)}; earlier checkpoints are intact") from None
+    with contextlib.suppress(OSError):  # flush the folder too: it holds the new name; Windows cannot open folders
         directory = os.open(path.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
 
 
 def load_file(option: str, path: str | Path) -> dict[str, Any]:
-    """Return what `torch.save` wrote to `path`, on the CPU: tensors and plain values only, no code is run.
+    """Return what `torch.save` wrote to `path`, on the CPU: only tensors and plain values, without executing code.
 
-    The file is mapped, not read: the processes of a host share its pages, where each would have a copy in memory
-    (https://docs.pytorch.org/docs/stable/generated/torch.load.html, `mmap`). So copy what is to outlive the file.
-    Raises UsageError, naming `option`, for a file that is missing, torn or of another kind.
+    The file is memory-mapped, so that the processes of a host share its pages instead of one copy each (`mmap` in
+    https://docs.pytorch.org/docs/stable/generated/torch.load.html). Copy any tensor that must outlive the file.
+    Raises UsageError, naming `option`, if the file is missing, incomplete or in another format.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -154,10 +154,10 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{option} {path}: {reason(error)}") from None
     except pickle.UnpicklingError:
-        raise UsageError(f"{option} {path}: not a file of tensors and plain values, so it is not loaded") from None
+        raise UsageError(f"{option} {path}: rejected: not a file of tensors and plain values only") from None
     except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         newer = "maximum supported version" in str(error)
-        why = f"written by a newer torch than {torch.__version__}" if newer else "torn, or not written by torch.save"
+        why = f"written by a newer torch than {torch.__version__}" if newer else "incomplete or not from torch.save"
         raise UsageError(f"{option} {path}: {why}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{option} {path}: holds a {type(content).__name__}, not a checkpoint")
@@ -168,11 +168,10 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
            progress: dict[str, Any] | None = None) -> tuple[int, float]:
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
 
-    `path` is a file, None for nothing to resume, or "auto" for `last.pt` in `output_dir` if it is there. A checkpoint
-    of any variant will do: one without a `scaler` leaves the scaler as it is. The optimizer keeps the settings of this
-    command (rate, momentum, weight decay), and one line says what they change. `progress` is a dict that takes over
-    what the checkpoint has under its keys; without one a snapshot within an epoch is refused. Raises UsageError for a
-    checkpoint that does not fit, and where the processes did not all find the same one.
+    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any variant
+    fits; one without a `scaler` leaves the scaler unchanged. The optimizer keeps this command's learning rate, momentum
+    and weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys; without it,
+    a snapshot within an epoch is rejected. Raises UsageError if the file does not fit or differs between processes.
     """
     if path == "auto":
         path = Path(output_dir, "last.pt")
@@ -187,16 +186,16 @@ def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] |
     checkpoint = load_file("--resume", path)
     for name in [*state, "epoch", "accuracy", "best_accuracy"]:
         if name not in checkpoint and name != "scaler":
-            raise UsageError(f"--resume {path}: has no {name!r}; to start from its weights alone use --weights")
+            raise UsageError(f"--resume {path}: has no {name!r}; to load only its weights, use --weights")
     settings = [group.copy() for group in state["optimizer"].param_groups]
     for name, part in state.items():
-        if not checkpoint.get(name):  # a scaler that was not in use has no state
+        if not checkpoint.get(name):  # a disabled scaler has no state
             continue
         try:
             part.load_state_dict(_copy(checkpoint[name]))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(f"--resume {path}: its {name} is of another run: other --model, --dataset or"
-                             " --freeze-layers?") from None
+            raise UsageError(f"--resume {path}: its {name} does not fit; check --model, --dataset and --freeze-layers"
+                             ) from None
     step = checkpoint.get("step", 0)
     if step and progress is None:
         raise UsageError(f"--resume {path}: a snapshot within an epoch; resume it with train_elastic.py, or load its"
@@ -213,16 +212,16 @@ def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] |
 
 
 def _keep_settings(state: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
-    """Give a restored optimizer the `settings` it had before; return what that changes, ["lr from 0.1 to 0.2"]."""
+    """Reset a restored optimizer to this command's `settings`; return the changes: ["lr from 0.1 to 0.2"]."""
     groups, scheduler = state["optimizer"].param_groups, cast(Any, state.get("scheduler"))
     restored = [group.copy() for group in groups]
     for group, old, new in zip(groups, restored, settings):
         group.update((name, value) for name, value in new.items() if name not in ("params", "lr"))
-        if "initial_lr" in new:  # a scheduler moves the rate in proportion to this
+        if "initial_lr" in new:  # schedulers scale this rate
             group["lr"] = old["lr"] * (new["initial_lr"] / old["initial_lr"])
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
-    if hasattr(scheduler, "lr_lambdas"):  # a closed form, in which --epochs and --lrf may have changed too
+    if hasattr(scheduler, "lr_lambdas"):  # recompute the rate: --epochs and --lrf may have changed too
         for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas):
             group["lr"] = base * factor(scheduler.last_epoch)
     return sorted({f"{name} from {old[name]:g} to {new[name]:g}" for old, new in zip(restored, groups)

@@ -1,4 +1,4 @@
-"""The command line: arguments that are checked, and a parser that says what is wrong in one line."""
+"""The command line: validated arguments and one-line errors."""
 import argparse
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from .errors import UsageError
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that says what is wrong in one line, shows defaults, and takes no abbreviations."""
+    """An ArgumentParser that reports errors in one line, shows defaults and accepts no abbreviations."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description.strip(), allow_abbrev=False, formatter_class=_HelpFormatter)

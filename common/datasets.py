@@ -1,9 +1,9 @@
-"""The data: `create_datasets` returns any of DATASETS; whole batches of bytes come out, ready for the device.
+"""Datasets: `create_datasets` returns the training and validation sets of any of DATASETS.
 
-Both kinds of set answer `__getitems__(indices)` with `(images, labels)` as tensors: `uint8` (N, C, H, W) and `int64`
-(N,). So a DataLoader collates nothing (`collate_fn=whole_batch`), a quarter of the bytes travel, and `Normalize` makes
-floats of them on the device. How a sample is augmented depends on `(seed, epoch, index)` alone, not on the process or
-the worker that reads it: any number of processes trains on the same images.
+`__getitems__(indices)` returns a whole batch as tensors: `uint8` images (N, C, H, W) and `int64` labels (N,). So a
+DataLoader collates nothing (`collate_fn=whole_batch`) and sends a quarter of the bytes of floats; `Normalize` converts
+them on the device. Augmentation depends only on `(seed, epoch, index)`, so that any number of processes and workers
+trains on the same images.
 """
 import json
 import random
@@ -26,11 +26,11 @@ from .signals import tie_worker
 
 DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
 PINNED = ("cuda", "xpu")  # devices that copy from pinned memory
-SPLIT_SEED = 0  # of the train/val split where a set has none: every run, whatever its --seed, has the same one
+SPLIT_SEED = 0  # for datasets without a validation split: every run has the same one, whatever its --seed
 
-# per channel, of pixels scaled to [0, 1], over each training set; ImageNet's for folders of photos
-GREY: dict[str, tuple] = {"digits": (0.3058, 0.3250), "mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
-COLOUR: dict[str, tuple] = {
+# (mean, std) of each training set, per channel, for pixels in [0, 1]; ImageNet's for folders of photos
+GRAY: dict[str, tuple] = {"digits": (0.3058, 0.3250), "mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
+COLOR: dict[str, tuple] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -39,11 +39,10 @@ COLOUR: dict[str, tuple] = {
 
 
 def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Path) -> tuple[Any, Any]:
-    """Return the training and the validation set of `name`, one of DATASETS.
+    """Return the training and validation sets of `name`, one of DATASETS.
 
-    `path` is where torchvision's sets are, or are downloaded to by one process while the others wait; for "folder"
-    it is the folder of images itself. For "folder" the main process writes `class_indices.json` into `output_dir`.
-    Raises UsageError for data that is not there.
+    `path` holds torchvision's datasets (one process downloads them, the others wait) or, for "folder", the images; the
+    main process writes their `class_indices.json` to `output_dir`. Raises UsageError if the data is missing.
     """
     if name == "folder":
         return _folder(Path(path), seed, output_dir)
@@ -53,14 +52,13 @@ def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Pa
         train, val = _fake(50_000, 1), _fake(10_000, 2)
     else:
         train, val = _torchvision(name, path)
-    return ArrayDataset(name, *train, seed, augment=name in COLOUR), ArrayDataset(name, *val, seed)
+    return ArrayDataset(name, *train, seed, augment=name in COLOR), ArrayDataset(name, *val, seed)
 
 
 class ArrayDataset:
-    """A set in memory: images `uint8` (N, C, H, W), labels `int64` (N,).
+    """A dataset in memory: images `uint8` (N, C, H, W), labels `int64` (N,).
 
-    With `augment` an image is cropped at random from itself with a 4-pixel black border, and flipped or not
-    (He et al. 2015, arXiv:1512.03385, section 4.2).
+    `augment` pads by 4 black pixels, crops and flips at random (He et al. 2015, arXiv:1512.03385, section 4.2).
     """
 
     def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:
@@ -68,16 +66,16 @@ class ArrayDataset:
         self.seed, self.augment = seed, augment
         self.num_classes = 100 if name in ("cifar100", "fake") else 10
         self.image_shape = tuple(images.shape[1:])
-        self.mean, self.std = COLOUR.get(name) or GREY[name]
-        self.most_workers = 2 if augment else 0  # a core gathers 500,000 images/s, augments 65,000; sending is slower
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers live through all epochs and see it
+        self.mean, self.std = COLOR.get(name) or GRAY[name]
+        self.most_workers = 2 if augment else 0  # a core gathers 500,000 images/s (sending is slower), augments 65,000
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers outlive epochs
         self.draws: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the augmentation of this epoch; call it before the loader's workers start on the epoch."""
+        """Select the augmentation of this epoch; call it before the loader workers start the epoch."""
         self.epoch.fill_(epoch)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
@@ -87,33 +85,33 @@ class ArrayDataset:
 
     def _augmented(self, images: Tensor, indices: Tensor) -> Tensor:
         epoch = int(self.epoch)
-        if self.draws is None or self.draws[0] != epoch:  # one table for the whole set: 50,000 draws take 1 ms
+        if self.draws is None or self.draws[0] != epoch:  # one table for all samples: 50,000 draws take 1 ms
             generator = torch.Generator().manual_seed(mix(self.seed, epoch))
             self.draws = epoch, (torch.randint(9, (2, len(self)), generator=generator),
                                  torch.rand(len(self), generator=generator) < 0.5)
         (top, left), flip = self.draws[1][0][:, indices], self.draws[1][1][indices]
         height, width = images.shape[2:]
-        windows = F.pad(images, (4, 4, 4, 4)).unfold(2, height, 1).unfold(3, width, 1)  # views: nothing is copied
+        windows = F.pad(images, (4, 4, 4, 4)).unfold(2, height, 1).unfold(3, width, 1)  # views, not copies
         images = windows[torch.arange(len(indices)), :, top, left]
         images[flip] = images[flip].flip(-1)
         return images
 
 
 class FolderDataset:
-    """Image files with a label each, decoded when they are read: `uint8` (N, 3, 224, 224), `int64` (N,).
+    """Labeled image files, decoded on access: `uint8` (N, 3, 224, 224), `int64` (N,).
 
-    With `augment` a random resized crop and a flip, else the centre of the image at 256 pixels, as torchvision's
-    reference training has them. Raises ProcessError, naming the file, for one that cannot be decoded.
+    As in torchvision's reference training, `augment` takes a random resized crop and flips it at random. Otherwise, the
+    image is resized to 256 pixels and center-cropped. Raises ProcessError, naming the file, if it cannot be decoded.
     """
 
-    mean, std = COLOUR["folder"]
+    mean, std = COLOR["folder"]
     image_shape = (3, 224, 224)
 
     def __init__(self, samples: list[tuple[str, int]], num_classes: int, seed: int, augment: bool = False) -> None:
         self.samples, self.num_classes = samples, num_classes
         self.seed, self.augment = seed, augment
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        from torchvision.transforms import v2  # here, because torchvision takes half a second to import
+        from torchvision.transforms import v2  # here, because importing torchvision takes half a second
 
         self.transform = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()] if augment else
                                     [v2.Resize(256), v2.CenterCrop(224)])
@@ -122,7 +120,7 @@ class FolderDataset:
         return len(self.samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the augmentation of this epoch; call it before the loader's workers start on the epoch."""
+        """Select the augmentation of this epoch; call it before the loader workers start the epoch."""
         self.epoch.fill_(epoch)
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -133,13 +131,13 @@ class FolderDataset:
         from .images import decode
 
         image = decode(self.samples[index][0])
-        with torch.random.fork_rng(devices=[]):  # any random transform can stand here: it draws from this seed
+        with torch.random.fork_rng(devices=[]):  # makes any random transform reproducible
             torch.manual_seed(mix(self.seed, int(self.epoch), index))
             return self.transform(image)
 
 
 class Normalize(nn.Module):
-    """Bytes (N, C, H, W) to floats of mean 0 and standard deviation 1 per channel, on the device that they are on."""
+    """Converts bytes (N, C, H, W) to floats with mean 0 and standard deviation 1 per channel, on their device."""
 
     scale: Tensor
     shift: Tensor
@@ -154,17 +152,16 @@ class Normalize(nn.Module):
 
 
 def whole_batch(batch: Any) -> Any:
-    """Return a batch as `__getitems__` made it (a function with a name: a lambda does not reach a spawned worker)."""
+    """Return the batch from `__getitems__` unchanged. (A lambda cannot be sent to a spawned worker.)"""
     return batch
 
 
 def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
     """Return the DataLoader arguments that all loaders of a script share.
 
-    `workers` None: the cores of this machine divided by the processes on it, less one for the process itself, at most
-    8, or what the `dataset` has as `most_workers`. Workers stay alive between epochs. Batches are pinned where a device
-    then copies them while the CPU goes on. A copy that does not wait is safe from pinned memory alone, so the scripts
-    ask for one only then: on MPS it can read memory that is already in use again (pytorch issue 189690).
+    `workers` defaults to this process's share of the host's cores minus one, at most 8 or the dataset's `most_workers`.
+    Workers stay alive between epochs. Batches are pinned if the device can copy them while the CPU continues. Only then
+    is `non_blocking` safe: on MPS, such a copy can read memory that is already reused (pytorch issue 189690).
     """
     if workers is None:
         workers = max(0, min(getattr(dataset, "most_workers", 8), cores_per_process() - 1))
@@ -173,12 +170,12 @@ def loader_options(workers: int | None, device: torch.device, dataset: object) -
 
 
 def mix(*numbers: int) -> int:
-    """Return one 63-bit seed that depends on all the numbers and their order."""
+    """Return a 63-bit seed that depends on all numbers and their order."""
     return random.Random(" ".join(map(str, numbers))).getrandbits(63)
 
 
 def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of 80 % and of 20 % of the samples, in proportion within each class, the same in each run."""
+    """Return the indices of 80 % and of 20 % of the samples of each class, the same in every run."""
     labels = np.asarray(labels)
     shuffled = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
     val = np.concatenate([of_class[:round(len(of_class) / 5)] for of_class in
@@ -210,8 +207,7 @@ def _torchvision(name: str, path: str | Path) -> list[tuple[Tensor, Tensor]]:
         with FileLock(Path(path, f".{name}.lock")):  # one process downloads; the others wait, then find it there
             sets = [kind(path, train=train, download=True) for train in (True, False)]
     except (URLError, RuntimeError) as error:
-        raise UsageError(f"--dataset {name}: not in --data-path {path}, and not to be downloaded ({reason(error)})"
-                         ) from None
+        raise UsageError(f"--dataset {name}: not in --data-path {path}; download failed ({reason(error)})") from None
     except OSError as error:
         raise UsageError(f"--data-path {path}: {reason(error)}") from None
     return [(_channels_first(part.data), torch.as_tensor(part.targets)) for part in sets]
@@ -228,11 +224,11 @@ def _folder(path: Path, seed: int, output_dir: str | Path) -> tuple[FolderDatase
     split = (path / "train").is_dir() and (path / "val").is_dir()
     classes = _subfolders(path / "train" if split else path)
     if not classes:
-        raise UsageError(f"--data-path {path}: no sub-folders; --dataset folder wants one per class")
+        raise UsageError(f"--data-path {path}: no subfolders; --dataset folder needs one per class")
     if split:
         unknown = set(_subfolders(path / "val")) - set(classes)
         if unknown:
-            raise UsageError(f"--data-path {path}: val/ has classes that train/ has not: {', '.join(sorted(unknown))}")
+            raise UsageError(f"--data-path {path}: val/ has classes that train/ lacks: {', '.join(sorted(unknown))}")
         train, val = _samples(path / "train", classes), _samples(path / "val", classes)
     else:
         samples = _samples(path, classes)

@@ -1,4 +1,4 @@
-"""Devices: which one a process takes, and how torch is set up for them."""
+"""Devices: select one for each process and configure torch for it."""
 import os
 from collections.abc import Collection
 
@@ -10,10 +10,10 @@ from .errors import UsageError
 
 
 def select_device(name: str | None, local_rank: int | None = None) -> torch.device:
-    """Return the `torch.device` called `name`; for None the accelerator if one is there, else the CPU.
+    """Return the device `name`; by default the accelerator, or the CPU if there is none.
 
-    With `local_rank`, of a process in a group, it is this process's own device, and is made the current one, so that
-    nothing opens a context on device 0. Raises UsageError for a device that is not available.
+    A process in a group passes its `local_rank`: it gets its own device, set as the current one. Otherwise every
+    process would open a context on device 0. Raises UsageError if the device is not available.
     """
     device = _choose(name, local_rank)
     if local_rank is not None and device.type != "cpu":
@@ -22,7 +22,7 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
 
 
 def count_processes(name: str | None) -> int:
-    """Return how many processes suit --device `name`: one for each device it names, or 2 on a CPU."""
+    """Return the default number of processes for --device `name`: one per device, or 2 on a CPU."""
     device = _choose(name, 0)
     return 2 if device.type == "cpu" else len(device_ids(torch.device(name or device.type)))
 
@@ -37,12 +37,12 @@ def _choose(name: str | None, local_rank: int | None) -> torch.device:
 
 def choose_device(name: str | None, accelerator: str | None, count: int, local_rank: int | None = None,
                   processes: int = 1, in_groups: Collection[str] = ()) -> str:
-    """Return the name of the device to use, such as "cpu", "cuda" or, for a process of a group, "cuda:1".
+    """Return the name of the device to use, such as "cpu", "cuda" or, for a process in a group, "cuda:1".
 
-    `name` is --device or None; `accelerator` the machine's kind ("cuda", "mps", None) and `count` how many devices of
-    it are visible. A process of a group has a `local_rank` among the `processes` of its host, which take one device
-    after the other (several share one where there are fewer, or where a scheduler shows each process its own alone),
-    and takes a kind that is in `in_groups`. Raises UsageError.
+    `name` is --device or None, `accelerator` the host's type ("cuda", "mps", None), `count` its visible devices. A
+    process in a group has a `local_rank` among the `processes` of its host, and may use the types in `in_groups`. Local
+    ranks wrap around at `count`: processes share devices if there are too few, and use index 0 if a scheduler shows
+    each process only its own device. Raises UsageError.
     """
     try:
         device = torch.device(name or accelerator or "cpu")
@@ -59,44 +59,43 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
     if not grouped:
         return str(device)
     if device.type not in in_groups:
-        raise UsageError(f"--device {name}: no backend of torch.distributed sends its tensors; "
-                         f"train.py trains on it, this script with --device cpu")
+        raise UsageError(f"--device {name}: no torch.distributed backend supports it; use train.py, or --device cpu")
     if device.index is None:
         return f"{device.type}:{local_rank % count}"
     if processes > 1:
-        raise UsageError(f"--device {name}: {processes} processes on this host take a device each; say --device "
-                         f"{device.type}, and choose the devices with CUDA_VISIBLE_DEVICES")
+        raise UsageError(f"--device {name}: the {processes} processes on this host need one device each; use --device "
+                         f"{device.type}, and select devices with CUDA_VISIBLE_DEVICES")
     return str(device)
 
 
 def device_types_in_groups() -> set[str]:
-    """Return the types of device that torch.distributed has a default backend for that takes their tensors.
+    """Return the device types whose default torch.distributed backend accepts their tensors.
 
-    That leaves out "mps": torch's default there is gloo, whose tensors are on "cpu" or "cuda"
-    (`Backend.default_device_backend_map` and `Backend.backend_capability` of torch/distributed/distributed_c10d.py).
+    This excludes "mps": its default is gloo, which accepts only "cpu" and "cuda" tensors
+    (`Backend.default_device_backend_map` and `Backend.backend_capability` in torch/distributed/distributed_c10d.py).
     """
     defaults, takes = dist.Backend.default_device_backend_map, dist.Backend.backend_capability
     return {device for device, backend in defaults.items() if device in takes.get(backend, [device])}
 
 
 def device_ids(device: torch.device) -> list[int]:
-    """Return the indices of the devices that `device` ("cuda": all, "cuda:1": that one) names, [] for a CPU or MPS."""
+    """Return the indices of the devices that `device` names ("cuda": all, "cuda:1": [1]); [] for a CPU or MPS."""
     if device.type in ("cpu", "mps"):
         return []
     return list(range(torch.accelerator.device_count())) if device.index is None else [device.index]
 
 
 def identify(device: torch.device) -> str:
-    """Return a text that is the same in two processes exactly where they use the same accelerator."""
+    """Return a string that two processes share if and only if they use the same accelerator."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", device))
 
 
 def set_deterministic(wanted: bool) -> None:
-    """If `wanted`, make a GPU compute the same bits in every run: slower, and an error where torch has no algorithm.
+    """If `wanted`, make GPU results bit-identical between runs: slower; operations that cannot do this raise an error.
 
-    As https://docs.pytorch.org/docs/stable/notes/randomness.html says: deterministic algorithms, no search for the
-    fastest convolution, and a cuBLAS workspace of fixed size, which has to be set before cuBLAS is first used.
+    Following https://docs.pytorch.org/docs/stable/notes/randomness.html, it selects deterministic algorithms, disables
+    the search for the fastest convolution and fixes the cuBLAS workspace, which must happen before cuBLAS is used.
     """
     if not wanted:
         return
@@ -106,6 +105,6 @@ def set_deterministic(wanted: bool) -> None:
 
 
 def peak_memory(device: torch.device) -> str:
-    """Return "  N MiB", the most memory that tensors took on `device` so far; "" where no device counts it."""
+    """Return "  N MiB", the peak memory of tensors on `device` so far; "" if the device does not track it."""
     measure = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return f"  {measure(device) / 2**20:,.0f} MiB" if measure else ""

@@ -1,4 +1,4 @@
-"""Image files: found, checked before they are decoded, and decoded, with errors that name the file."""
+"""Image files: find them, check them before decoding, and decode them, with errors that name the file."""
 import contextlib
 import io
 import os
@@ -14,15 +14,14 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from .errors import ProcessError, UsageError, reason
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content, whatever the extension
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content; the extension may differ
 MAX_PIXELS = 100_000_000
 
 
 def find_files(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the paths of the image files below `folder`, sorted, through symbolic links and without hidden files.
+    """Return the sorted paths of the image files below `folder`; follow symbolic links and skip hidden files.
 
-    A broken link counts as a file: the error comes when it is read. Raises UsageError for a folder that cannot be
-    read and for a link to a folder above it.
+    A broken link counts as a file: reading it fails. Raises UsageError for unreadable folders and for link cycles.
     """
     found: list[str] = []
     try:
@@ -39,13 +38,13 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def decode(path: str | os.PathLike[str]) -> torch.Tensor:
-    """Return an image file as `uint8` (3, H, W), upright; alpha is dropped, 16 bits are scaled to 8.
+    """Return an image file as `uint8` (3, H, W), upright, without alpha, with 16 bits scaled to 8.
 
-    Raises ProcessError, naming the file, if it is no image, is damaged, or has too many pixels: see `read`.
+    Raises ProcessError, naming the file, if it is not an image, is damaged or has too many pixels: see `read`.
     """
     content, image = read(path)
     with _errors_name(path):
-        if image.format in ("GIF", "WEBP"):  # torchvision refuses animated WebP, and ignores its EXIF orientation
+        if image.format in ("GIF", "WEBP"):  # torchvision rejects animated WebP and ignores its EXIF orientation
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
         pixels = decode_image(torch.from_numpy(content), mode=ImageReadMode.RGB, apply_exif_orientation=True)
     if pixels.dtype == torch.uint16:
@@ -54,17 +53,17 @@ def decode(path: str | os.PathLike[str]) -> torch.Tensor:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, Image.Image]:
-    """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, of which only the header is decoded.
+    """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, with only the header decoded.
 
-    Raises ProcessError, naming the file, for more pixels than the environment variable MAX_IMAGE_PIXELS allows, for
-    what is no image, and for a PNG with wrong checksums: torchvision 0.29 crashes the whole process on one.
+    Raises ProcessError, naming the file, if it is not an image, if it has more pixels than the environment variable
+    MAX_IMAGE_PIXELS allows, or if it is a PNG with wrong checksums, which crashes the process in torchvision 0.29.
     """
     limit = os.environ.get("MAX_IMAGE_PIXELS", str(MAX_PIXELS))
     if not limit.isdecimal():
         raise UsageError(f"MAX_IMAGE_PIXELS={limit}: not a whole number")
     with _errors_name(path):
         content = np.fromfile(path, np.uint8)
-        pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # its error names no file, no size
+        pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # its error names neither file nor size
         try:
             image = Image.open(io.BytesIO(content.data), formats=FORMATS)
         finally:
@@ -84,7 +83,7 @@ def _errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError:
-        why = "no JPEG, PNG, WebP or GIF"
+        why = "not a JPEG, PNG, WebP or GIF"
     except (OSError, RuntimeError, SyntaxError, ValueError, EOFError, struct.error) as error:
         why = reason(error)
     else:

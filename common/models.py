@@ -1,4 +1,4 @@
-"""The networks, and what is done to one before training: weights loaded, layers frozen, parameters grouped."""
+"""The networks, and how to prepare one for training: load weights, freeze layers, group parameters."""
 import math
 import types
 from collections.abc import Callable
@@ -14,10 +14,10 @@ MODELS = ["cnn", "resnet18", "resnet34", "resnet50"]
 
 
 class CNN(nn.Module):
-    """Three 5x5 convolutions of 16, 32 and 32 channels, each with a max-pool, then 128, 64 and `num_classes`.
+    """Three 5x5 convolutions (16, 32, 32 channels) with max-pooling, then linear layers of 128, 64 and `num_classes`.
 
-    ReLU after the max-pool gives the same values as before it, and works on a quarter of them.
-    Takes images (N, C, H, W), normalised; gives logits (N, num_classes): softmax is cross_entropy's.
+    ReLU after max-pooling gives the same values as before it, with a quarter of the work. The input is normalized
+    images (N, C, H, W), the output logits (N, num_classes): cross_entropy applies the softmax.
     """
 
     def __init__(self, num_classes: int, image_shape: tuple[int, ...]) -> None:
@@ -32,7 +32,7 @@ class CNN(nn.Module):
             nn.Linear(32 * (height // 8) * (width // 8), 128), nn.ReLU(),
             nn.Linear(128, 64), nn.ReLU(),
         )
-        for module in self.modules():  # He et al. 2015, arXiv:1502.01852: without BatchNorm, signals must not fade
+        for module in self.modules():  # He et al. 2015, arXiv:1502.01852: keeps the signal's scale without BatchNorm
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         self.classifier = nn.Linear(64, num_classes)
@@ -42,16 +42,16 @@ class CNN(nn.Module):
 
 
 def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Module:
-    """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialised.
+    """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialized.
 
-    The ResNets are torchvision's (He et al. 2015, arXiv:1512.03385). For images of at most 64 pixels their stem is a
-    3x3 convolution of stride 1 and no max-pool, as the paper's section 4.2 has it for CIFAR: the stem for 224 pixels
-    would leave a 32x32 image 1x1 after the last stage.
+    The ResNets are torchvision's (He et al. 2015, arXiv:1512.03385). For images of at most 64 pixels, the stem is a
+    3x3 convolution with stride 1 and no max-pool, as for CIFAR in the paper's section 4.2: the stem for 224 pixels
+    would reduce a 32x32 image to 1x1 in the last stage.
     """
     channels, height, _ = image_shape
     if name == "cnn":
         return CNN(num_classes, image_shape)
-    from torchvision.models import resnet  # here, because torchvision takes half a second to import
+    from torchvision.models import resnet  # here, because importing torchvision takes half a second
 
     model = getattr(resnet, name)(num_classes=num_classes)
     if height <= 64:
@@ -63,9 +63,9 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Copy into `model` the tensors of the file `path` that match by name and shape; the main process lists the rest.
+    """Load the tensors in `path` that match `model` by name and shape; the main process lists the others.
 
-    The file is a `state_dict`, or a checkpoint of any script here. Raises UsageError when nothing matches.
+    The file is a `state_dict` or a checkpoint of any script here. Raises UsageError if nothing matches.
     """
     content = load_file("--weights", path)
     content = content["model"] if isinstance(content.get("model"), dict) else content
@@ -79,20 +79,20 @@ def load_weights(model: nn.Module, path: str) -> None:
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
                 "of another shape": wanted.keys() & content.keys() - taken.keys()}
         rest = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
-        print(f"weights {path}: took {len(taken)} of {len(wanted)} tensors{rest}")
+        print(f"weights {path}: loaded {len(taken)} of {len(wanted)} tensors{rest}")
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return `model` with every BatchNorm a SyncBatchNorm, over the samples of all processes; UsageError on a CPU."""
+    """Replace each BatchNorm by SyncBatchNorm, over the samples of all processes; raise UsageError on a CPU."""
     if device.type == "cpu":
         raise UsageError("--sync-bn: SyncBatchNorm needs a GPU, and this run is on the cpu")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def freeze_layers(model: nn.Module) -> None:
-    """Leave only the classifier (the last linear layer, whatever its name) trainable.
+    """Freeze all layers except the classifier (the last linear layer, whatever its name).
 
-    A frozen BatchNorm stays in evaluation mode, also after `model.train()`: else its running statistics would drift.
+    A frozen BatchNorm stays in evaluation mode, even after `model.train()`; otherwise its statistics would drift.
     """
     *_, classifier = (module for module in model.modules() if isinstance(module, nn.Linear))
     model.requires_grad_(False)
@@ -108,9 +108,9 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the trainable parameters for an optimizer, in two groups: biases and BatchNorm are not decayed.
+    """Return the trainable parameters in two groups for an optimizer: biases and BatchNorm have no weight decay.
 
-    Goyal et al. 2017, arXiv:1706.02677, section 5.1, for BatchNorm; biases as in He et al. 2018, arXiv:1812.01187.
+    BatchNorm follows Goyal et al. 2017, arXiv:1706.02677, section 5.1; biases, He et al. 2018, arXiv:1812.01187.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
@@ -120,14 +120,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
-    """Return the factor of the learning rate after n epochs: from 1 down to `lrf` along half a cosine.
-
-    A closed form, so that a resumed run has the rate of an undisturbed one to the last bit.
-    """
+    """Return the learning-rate factor by epoch: half a cosine from 1 to `lrf`, in closed form for exact resumes."""
     return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
 
 
 def size(model: nn.Module) -> str:
-    """Return how many of its parameters a model trains, for people: "5,130 of 11,181,642"."""
+    """Return the numbers of trainable and of all parameters as text: "5,130 of 11,181,642"."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return f"{sum(size for size, trainable in sizes if trainable):,} of {sum(size for size, _ in sizes):,}"

@@ -1,7 +1,7 @@
-"""Pairs of images, for both loaders: found and checked, given their crops, shown, and made for a first try.
+"""Pairs of images, for both loaders: find and check them, choose their crops, show them, and make samples.
 
 A set of pairs is DATA/SPLIT/IMG_DIR/SUBDIR/NAME.jpg|png|webp and DATA/SPLIT/GT_DIR/SUBDIR/NAME.jpg|png|webp, with
-sub-folders to any depth or none. Images are RGB, turned upright as their EXIF orientation says.
+subfolders of any depth or none. Images are RGB and turned upright by their EXIF orientation.
 """
 import math
 import os
@@ -23,16 +23,16 @@ from .datasets import mix
 from .errors import ProcessError, UsageError, reason
 from .images import EXTENSIONS, decode, find_files, read
 
-FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB\x60\x82")  # of a whole JPEG, of a whole PNG
-ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height change places
-SAMPLES = Path("data", "pairs")  # where the set is made that is read when no other is named
+FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB\x60\x82")  # of a complete JPEG and of a complete PNG
+ORIENTATION = 0x0112  # the EXIF tag; values from 5 swap width and height
+SAMPLES = Path("data", "pairs")  # the default set
 
 
 def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir: str) -> list[tuple[str, str]]:
-    """Return the pairs of a split, `[(image path, target path), ...]`, in the order of their names.
+    """Return the pairs of a split, `[(image path, target path), ...]`, sorted by name.
 
-    They are matched by path relative to their folder, without extension. `data_source` None is a small set
-    of samples, made at the first call. Raises UsageError, naming the file or folder, for mismatched pairs.
+    A pair has the same relative path in both folders, without extension. The default `data_source` is a small sample
+    set, which the first call creates. Raises UsageError, naming the file or folder, for mismatched pairs.
     """
     if data_source is None:
         make_samples(SAMPLES)
@@ -42,7 +42,7 @@ def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir:
     for files, others, other_dir in ((images, targets, gt_dir), (targets, images, img_dir)):
         orphans = sorted(files.keys() - others.keys())
         if orphans:
-            more = f" (nor have {len(orphans) - 1} more)" if len(orphans) > 1 else ""
+            more = f" (like {len(orphans) - 1} more)" if len(orphans) > 1 else ""
             raise UsageError(f"{files[orphans[0]]}: has no partner in {folder / other_dir}{more}")
     if not images:
         raise UsageError(f"--data-source {data_source}: no {' '.join(EXTENSIONS)} in {folder / img_dir}")
@@ -62,7 +62,7 @@ def _by_name(folder: Path, data_source: str | Path) -> dict[str, str]:
 
 
 class Cut(NamedTuple):
-    """Where a pair is cut: resized to `size` (height, width), then at `top`, `left`, then flipped or not."""
+    """How to cut a pair: resize it to `size` (height, width), crop it at `top` and `left`, then flip it or not."""
 
     size: tuple
     top: int
@@ -72,11 +72,10 @@ class Cut(NamedTuple):
 
 
 class Cuts:
-    """How each of `count` pairs is resized, cropped and flipped; the two images of a pair alike.
+    """Chooses how to resize, crop and flip each of `count` pairs, with the same values for both images.
 
-    With `train` the crop and the flips depend on `(seed, epoch, index)` alone, whoever reads the pair; else
-    the crop is the centre. The shorter side becomes `resize` (0: as it is), the other one keeps the
-    proportion, rounded down.
+    With `train`, crop and flips depend only on `(seed, epoch, index)`, not on the process; otherwise, the crop is the
+    center. The shorter side becomes `resize` (0: unchanged); the other keeps the aspect ratio, rounded down.
     """
 
     def __init__(self, count: int, resize: int, crop: int, seed: int, train: bool) -> None:
@@ -84,9 +83,9 @@ class Cuts:
         self.table: tuple[int, list[list[float]]] | None = None
 
     def choose(self, epoch: int, index: int, paths: Sequence[str], sizes: Sequence[tuple[int, int]]) -> Cut:
-        """Return the Cut of pair `index`, whose images have `sizes` ((height, width), twice).
+        """Return the Cut of pair `index`, whose two images have `sizes`, each (height, width).
 
-        Raises ProcessError, naming the file, for two sizes in a pair and for less than the crop.
+        Raises ProcessError, naming the file, if the sizes differ or are smaller than the crop.
         """
         (height, width), other = sizes
         if (height, width) != tuple(other):
@@ -95,7 +94,7 @@ class Cuts:
         if self.resize:
             height, width = (side * self.resize // shorter for side in (height, width))
         if min(height, width) < self.crop:
-            raise ProcessError(f"{paths[0]}: {width}x{height} pixels resized, less than --crop {self.crop}")
+            raise ProcessError(f"{paths[0]}: {width}x{height} pixels after resizing, less than --crop {self.crop}")
         rooms = height - self.crop, width - self.crop
         if not self.train:
             return Cut((height, width), round(rooms[0] / 2), round(rooms[1] / 2), False, False)
@@ -104,26 +103,26 @@ class Cuts:
         return Cut((height, width), top, left, horizontal < 0.5, vertical < 0.5)
 
     def _draws(self, epoch: int) -> list[list[float]]:
-        if self.table is None or self.table[0] != epoch:  # four numbers in [0, 1) for each pair of the set
+        if self.table is None or self.table[0] != epoch:  # four numbers in [0, 1) for each pair
             generator = torch.Generator().manual_seed(mix(self.seed, epoch))
             self.table = epoch, torch.rand(self.count, 4, generator=generator).tolist()
         return self.table[1]
 
 
 def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
-    """Return an image file for DALI to decode, `uint8` (size,), and its (height, width) when upright.
+    """Return an image file for DALI to decode, `uint8` (size,), and its upright (height, width).
 
-    It is the file itself, or the pixels as a bitmap (PPM): DALI 2.4 refuses GIF and WebP with EXIF, and of CMYK and
-    of damaged EXIF a GPU's decoder may make something else. Raises ProcessError, naming the file, as `decode` does.
+    It is the file itself or a bitmap of its pixels (PPM): DALI 2.4 rejects GIF and WebP with EXIF, and a GPU decoder
+    may read CMYK and damaged EXIF differently. Raises ProcessError, naming the file, as `decode` does.
     """
     content, image = read(path)
-    exif = Image.Exif()  # unlike image.getexif() it ignores XMP, as the decoders do
+    exif = Image.Exif()  # like the decoders, and unlike image.getexif(), it ignores XMP
     try:
         exif.load(image.info.get("exif", b""))
         plain = image.format in ("JPEG", "MPO", "PNG") and image.mode != "CMYK"
     except (SyntaxError, struct.error):
         plain = False
-    # Without its end it is truncated, or whole and followed by something else: only a full decode can tell
+    # A file with another end is truncated or has extra data: only a full decode can tell
     if plain and content[-12:].tobytes().endswith(FILE_ENDS):
         width, height = image.size
         return content, (width, height) if exif.get(ORIENTATION) in range(5, 9) else (height, width)
@@ -134,7 +133,7 @@ def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) -> None:
-    """Write the first 8 pairs of a batch to a PNG: the images in its upper row, their targets below them."""
+    """Write the first 8 pairs of a batch to a PNG: the images in the upper row, their targets below."""
     count = min(8, len(images))
     grid = make_grid(torch.cat([images[:count], targets[:count]]).cpu(), nrow=count)
     try:
@@ -145,10 +144,10 @@ def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) 
 
 
 def make_samples(folder: str | Path) -> None:
-    """Make a small set of pairs in `folder` if it is not there: invented views, and the same in motion blur.
+    """Create a small set of pairs in `folder` unless it exists: synthetic scenes, sharp and with motion blur.
 
-    29 pairs to train on and 7 to test, landscape and portrait, some hundred pixels wide. Of several
-    processes one makes it and the others wait; it appears under its name when it is whole.
+    It has 29 training and 7 test pairs, landscape, portrait and square, 320 to 480 pixels wide. One process creates
+    the set while the others wait; `folder` appears when it is complete.
     """
     folder = Path(folder)
     try:
@@ -159,7 +158,7 @@ def make_samples(folder: str | Path) -> None:
             draft = folder.with_name(f".{folder.name}.draft")
             shutil.rmtree(draft, ignore_errors=True)
             threads = torch.get_num_threads()
-            torch.set_num_threads(1)  # on images as small as these, threads cost more than they gain
+            torch.set_num_threads(1)  # on images this small, threads cost more than they save
             for number in range(36):
                 generator = torch.Generator().manual_seed(number)
                 sharp = scene(*[(320, 480), (480, 320), (360, 360)][number % 3], generator)
@@ -170,33 +169,30 @@ def make_samples(folder: str | Path) -> None:
             torch.set_num_threads(threads)
             os.replace(draft, folder)
     except OSError as error:
-        raise UsageError(f"no --data-source, and none can be made in {folder}: {reason(error)}") from None
+        raise UsageError(f"no --data-source, and cannot create samples in {folder}: {reason(error)}") from None
 
 
 def scene(height: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """Return an invented view, (3, H, W) in [0, 1]: clouds, boxes with sharp edges, and the noise of a sensor.
-
-    A JPEG of it is about as large as one of a photo.
-    """
-    grey = 0.07 * torch.rand(1, height, width, generator=generator)
+    """Return a scene (3, H, W) in [0, 1]: clouds, sharp boxes, noise; its JPEG is about the size of a photo's."""
+    gray = 0.07 * torch.rand(1, height, width, generator=generator)
     for octave in range(1, 8):
         grid = torch.rand(1, 1, 2**octave, 2**octave, generator=generator) - 0.5
-        grey.add_(F.interpolate(grid, (height, width), mode="bilinear")[0], alpha=1.6**-octave)
-    image = grey + torch.rand(3, 1, 1, generator=generator) / 2 + 0.22
-    for top, left, *colour in torch.rand(12, 5, generator=generator).tolist():
+        gray.add_(F.interpolate(grid, (height, width), mode="bilinear")[0], alpha=1.6**-octave)
+    image = gray + torch.rand(3, 1, 1, generator=generator) / 2 + 0.22
+    for top, left, *color in torch.rand(12, 5, generator=generator).tolist():
         box = image[:, int(top * height):int((top + 0.2) * height), int(left * width):int((left + 0.2) * width)]
-        box += torch.tensor(colour)[:, None, None] - 0.5
+        box += torch.tensor(color)[:, None, None] - 0.5
     return image.clamp(0, 1)
 
 
 def motion_blur(image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return an image (3, H, W) averaged along a straight line of 9 to 21 pixels in any direction."""
+    """Return an image (3, H, W) averaged along a line of 9 to 21 pixels in a random direction."""
     length = 9 + 2 * int(torch.randint(7, (), generator=generator))
     angle = math.pi * torch.rand((), generator=generator).item()
     reach, (height, width) = length // 2, image.shape[1:]
     padded = F.pad(image, (reach,) * 4, mode="replicate")
     blurred = torch.zeros_like(image)
-    for step in range(-reach, reach + 1):  # on a CPU a tenth of the time of a convolution
+    for step in range(-reach, reach + 1):  # on a CPU, a tenth of a convolution's time
         top, left = round(reach + step * math.sin(angle)), round(reach + step * math.cos(angle))
         blurred += padded[:, top:top + height, left:left + width]
     return blurred / length

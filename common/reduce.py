@@ -1,25 +1,25 @@
-"""Rank, world size and sums over the processes: 0, 1 and the identity when no process group exists."""
+"""Rank, world size and sums over the processes: 0, 1 and the tensor itself without a process group."""
 import os
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early: its default arguments keep the group that is there, with threads that outlive it
+import torch.distributed.nn  # early: imported later, its default arguments would keep the group and its threads alive
 
 from . import devices, launch
 from .errors import UsageError
 
-_stores: list[dist.Store] = []  # rank 0 may serve the one in here: it has to live on
+_stores: list[dist.Store] = []  # keeps the store alive: rank 0 may serve it
 
 
 def get_rank() -> int:
-    """Return this process's number among all processes of the launch, on all nodes."""
+    """Return this process's rank among the processes of the launch on all nodes."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the launch, on all nodes."""
+    """Return the number of processes of the launch on all nodes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -38,7 +38,7 @@ def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def agree(value: object) -> bool:
-    """Return whether all processes hold an equal (plain Python) value; every process must call it."""
+    """Return whether all processes pass equal (plain Python) values; every process must call it."""
     if not dist.is_initialized():
         return True
     values: list[object] = [None] * get_world_size()
@@ -47,7 +47,7 @@ def agree(value: object) -> bool:
 
 
 def exact_share(batch_size: int, world_size: int) -> int:
-    """Return the part of a global batch that is one process's; UsageError where the processes cannot share evenly."""
+    """Return each process's share of a global batch; raise UsageError if the batch does not divide evenly."""
     share, rest = divmod(batch_size, world_size)
     if rest:
         raise UsageError(f"--batch-size {batch_size}: not a multiple of the {world_size} processes that share it")
@@ -55,18 +55,18 @@ def exact_share(batch_size: int, world_size: int) -> int:
 
 
 def choose_backend(name: str | None, device: str | torch.device) -> str:
-    """Return the name of a communication backend: `name`, or if None the device's own (nccl on CUDA, gloo on a CPU).
+    """Return the communication backend: `name`, or by default the device's own (nccl on CUDA, gloo on a CPU).
 
-    It is gloo, and the main process says so, where torch lacks that backend and where two processes share a device:
-    NCCL refuses a second rank on a GPU ("Duplicate GPU detected", in src/init.cc of github.com/NVIDIA/nccl). Raises
-    UsageError for a backend that this build of torch lacks, or that does not work on the device.
+    If torch lacks that default, or if two processes share a device, it is gloo, and the main process says so: NCCL
+    rejects a second rank on a GPU ("Duplicate GPU detected" in src/init.cc of github.com/NVIDIA/nccl). Raises
+    UsageError if this build of torch lacks the backend `name`, or if it does not work on the device.
     """
     device = torch.device(device)
     default = dist.get_default_backend_for_device(device)
     backend = pick_backend(name, device.type, default, dist.is_backend_available, dist.Backend.backend_capability,
                            shared=lambda: devices_are_shared(devices.identify(device)))
     if name is None and backend != default and os.environ["RANK"] == "0":
-        print(f"gloo connects the processes on {device}: {default} is not in this build of torch, or they share it")
+        print(f"using gloo on {device}: this build of torch lacks {default}, or processes share the device")
     return backend
 
 
@@ -74,30 +74,30 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
                  takes: Mapping[str, Collection[str]], shared: Callable[[], bool]) -> str:
     """Return the backend for --backend `name` on a `device_type` whose own backend is `default`; see choose_backend.
 
-    `is_available(name)` says whether torch has a backend, `takes[name]` lists the types of device whose tensors it
-    sends, and `shared()`, asked only where gloo could help, whether two processes share a device.
+    `is_available(name)` says whether torch has a backend, and `takes[name]` lists the device types that it supports.
+    `shared()`, called only if gloo could help, says whether two processes share a device.
     """
     if name is None:
         if default == "gloo" or device_type not in takes["gloo"]:
             return default
         return "gloo" if not is_available(default) or shared() else default  # Windows has no NCCL
     if not is_available(name):
-        raise UsageError(f"--backend {name}: not in this build of torch; {device_type} takes {default}")
+        raise UsageError(f"--backend {name}: not in this build of torch; use {default} on {device_type}")
     if device_type not in takes.get(name, [device_type]):
-        raise UsageError(f"--backend {name}: does not work on {device_type}; it takes {default}")
+        raise UsageError(f"--backend {name}: does not work on {device_type}; use {default}")
     return name
 
 
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
-    """Return whether two of the launch's processes gave the same `identity` of a device; every process must call it.
+    """Return whether two processes of the launch pass the same device `identity`; every process must call it.
 
-    It is checked before there is a group, and only for launches on one host: on several, where agents number their
-    attempts to start differently, pass --backend gloo yourself.
+    It runs before the group exists, and only for launches on one host. On several, torchrun's agents count restarts
+    differently: pass --backend gloo yourself.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():
         return False
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # torchrun's store keeps what earlier attempts wrote
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # torchrun's store keeps the keys of earlier attempts
     keys = [f"device of rank {other}, attempt {attempt}" for other in range(world_size)]
     store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     store.set(keys[rank], identity)

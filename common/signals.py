@@ -1,4 +1,4 @@
-"""Signals: which process ends when another does, and what `train_elastic.py` does with SIGTERM and SIGUSR1."""
+"""Signals: end a process when another ends, and handle SIGTERM and SIGUSR1 for `train_elastic.py`."""
 import ctypes
 import multiprocessing
 import os
@@ -6,35 +6,35 @@ import signal
 import sys
 import threading
 
-STOPPED = 85  # exit code of a run that a signal stopped after a save: "start me again"
+STOPPED = 85  # exit code of a run that saved and stopped on a signal: restart it
 
 noted = threading.Event()
 
 
 def end_with_parent(name: str) -> None:
-    """Let the system send this process the signal `name` when its parent ends (on Linux; elsewhere, nothing)."""
+    """On Linux, make the kernel send this process the signal `name` when its parent ends; elsewhere, do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.Signals[name])  # PR_SET_PDEATHSIG
 
 
 def end_with_launcher() -> None:
-    """Under torchrun, end when its agent ends, even by SIGKILL: else this process would wait for peers or train on."""
+    """Under torchrun, exit when the agent is gone, even by SIGKILL: otherwise, this process would wait or train on."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or multiprocessing.parent_process():
         return
     end_with_parent("SIGTERM")
-    # the agent may have ended while torch was imported (it is a Python program, also as process 1 of a container)
+    # the agent may have exited while this process imported torch; in a container, process 1 may be the agent (Python)
     if os.getppid() == 1 and "python" not in os.path.basename(os.path.realpath("/proc/1/exe")):
         sys.exit(128 + signal.SIGTERM)
 
 
 def note_signals(*names: str) -> threading.Event:
-    """From now on only note these signals, however often they come; return the `threading.Event` that says so.
+    """From now on, only note these signals, however often they arrive; return the `threading.Event` that they set.
 
-    This thread blocks them, so that the loader's workers, which it starts, inherit the block: see `shield_worker`.
+    This thread blocks them, so the loader workers that it starts inherit the block: see `shield_worker`.
     """
     numbers = {getattr(signal, name) for name in names if hasattr(signal, name)}  # Windows has no SIGUSR1
     for number in numbers:
-        signal.signal(number, lambda *_: noted.set())  # where a thread of torch's takes it
+        signal.signal(number, lambda *_: noted.set())  # if one of torch's threads receives it
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         threading.Thread(target=_note, args=(numbers,), daemon=True).start()
@@ -47,9 +47,9 @@ def _note(numbers: set[signal.Signals]) -> None:
 
 
 def tie_worker(worker_id: int) -> None:
-    """In a DataLoader's worker (its `worker_init_fn`): end when the process that reads from it ends.
+    """As a DataLoader's `worker_init_fn`, end the worker when the process that reads from it ends.
 
-    torch's own watchdog misses a death while the worker still starts, which under spawn takes seconds. Under forkserver
+    torch's own watchdog misses a death while the worker is starting, which takes seconds under spawn. Under forkserver,
     it watches the server, which lives as long as a worker does.
     """
     end_with_parent("SIGKILL")  # Windows has no signal.SIGKILL
@@ -62,9 +62,9 @@ def _outlive_no_parent() -> None:
 
 
 def shield_worker(worker_id: int) -> None:
-    """As `tie_worker`, and take SIGTERM from the training process alone.
+    """Like `tie_worker`, and accept SIGTERM only from the training process.
 
-    Schedulers signal every process of a job. A worker that ended then would break the epoch that is to be saved.
+    Schedulers signal every process of a job. If a worker exited then, the epoch would fail before it is saved.
     """
     tie_worker(worker_id)
     if sys.platform == "linux":
@@ -81,10 +81,10 @@ def _end_when_asked_by(parent: int) -> None:
 
 
 def stopped(epoch: int, step: int) -> int:
-    """Return the exit code of a run that a signal stopped after this step; the main process says so."""
+    """Return the exit code of a run that a signal stopped after this step; the main process prints a line."""
     from .reduce import is_main_process  # here, because that module imports this one
 
-    for name in ("SIGTERM", "SIGUSR1"):  # when one process has ended, launchers signal the others
+    for name in ("SIGTERM", "SIGUSR1"):  # when one process exits, launchers signal the others
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if is_main_process():

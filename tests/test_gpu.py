@@ -29,7 +29,7 @@ def test_two_processes_on_one_gpu_train_the_baselines_model(tmp_path):
 def test_readmes_first_command_works_on_one_gpu(tmp_path):
     """Two processes share it: NCCL refuses that, so gloo connects them, and one line says so."""
     result = good(run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path, env=ONE_GPU))
-    assert result.out.count("gloo connects the processes on cuda:0") == 1
+    assert result.out.count("using gloo on cuda:0") == 1
     assert epochs(result.out)[-1]["accuracy"] > 0.97
 
 
@@ -64,7 +64,7 @@ def test_a_device_that_is_named_is_used(tmp_path):
     last = f"cuda:{torch.cuda.device_count() - 1}"
     assert good(run(PYTHON, "train_DDP.py", "--device", last, *command)).out.startswith(f"{last}: ")
     refused = run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--device", last, *command)
-    assert f"--device {last}: 2 processes on this host take a device each" in refused.err
+    assert f"--device {last}: the 2 processes on this host need one device each" in refused.err
 
 
 def test_nothing_opens_a_context_twice_or_warns_of_a_barrier(tmp_path):

@@ -102,7 +102,7 @@ def move_model_after_resume(text):
     pytest.param("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu", marks=pytest.mark.drill),
     pytest.param("loader.py", drop(r"(?<=torch\.tensor\(count), device=[^)]*"), "in reduce_sum",
                  "No backend type associated with device type cpu", marks=pytest.mark.drill),
-    pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "torn, or not written by torch.save",
+    pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "incomplete or not from torch.save",
                  marks=pytest.mark.drill),
 ], ids=["sums on the CPU", "labels not moved", "optimizer loaded before the model moves", "count on the CPU",
         "no map_location"])

@@ -96,7 +96,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_checkpoint(tmp_path
         assert result.code == 1
         lines = [line for line in result.err.splitlines() if line.strip()]
         assert len(lines) == 1 and "cannot save" in lines[0], result.err
-        assert "what was saved before is whole" in lines[0]
+        assert "earlier checkpoints are intact" in lines[0]
         assert len(epochs(result.out)) == 1
         kept = load(folder / "last.pt")
         assert kept["epoch"] == 1 and not list(folder.glob(".*.tmp"))
@@ -122,8 +122,8 @@ def test_one_output_folder_takes_one_run(tmp_path):
         live.wait_for("^epoch +1/")
         second = run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path)
         said, = ours(second.err.splitlines())
-        assert said.startswith(f"train_DDP.py: error: --output-dir {tmp_path}: another run writes there (host and pro")
-        assert f" {live.process.pid}); name another folder" in said
+        assert said.startswith(f"train_DDP.py: error: --output-dir {tmp_path}: in use by another run (host and pro")
+        assert f" {live.process.pid}); choose another folder" in said
         assert second.code == 1 and "epoch" not in second.out
         measured = good(run(PYTHON, "train.py", "--evaluate", "--resume", "auto", "--output-dir", tmp_path))
         assert "accuracy" in measured.out

@@ -177,7 +177,7 @@ def test_a_lock_of_this_machine_is_not_waited_for(tmp_path):
     """It is held by a process that lives, whatever the machine is called; a pod keeps its name when it is restarted."""
     holder = hold(tmp_path, f"elsewhere 4711 {checkpoint._kernel()}\n")
     start = time.monotonic()
-    with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: another run .*elsewhere 4711"):
+    with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: in use by another run .*elsewhere 4711"):
         checkpoint.make_folder(tmp_path)
     assert time.monotonic() - start < checkpoint.LOCK_SECONDS / 2
     holder.communicate("")
@@ -231,6 +231,6 @@ def test_a_lock_of_another_host_is_waited_for(tmp_path):
 def test_a_lock_of_another_host_is_not_waited_for_without_end(tmp_path, monkeypatch):
     holder = hold(tmp_path, "elsewhere 4711 another-kernel\n")
     monkeypatch.setattr(checkpoint, "LOCK_SECONDS", 0)
-    with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: another run .*elsewhere 4711"):
+    with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: in use by another run .*elsewhere 4711"):
         checkpoint.make_folder(tmp_path)
     holder.communicate("")

@@ -172,7 +172,7 @@ def test_the_backend_follows_from_the_device_the_build_and_sharing(options, back
 
 
 @pytest.mark.parametrize(("name", "device_type", "available", "said"), [
-    ("nccl", "cpu", ("nccl", "gloo"), "does not work on cpu; it takes gloo"),
+    ("nccl", "cpu", ("nccl", "gloo"), "does not work on cpu; use gloo"),
     ("nccl", "cpu", ("gloo",), "not in this build"),
     ("smoke", "cpu", ("gloo",), "not in this build"),
 ])

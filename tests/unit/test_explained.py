@@ -26,7 +26,7 @@ def worker_error(kind, text):
     (RuntimeError("DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers "
                   "are out of shared memory. Please try to raise your shared memory limit."), ["shared memory limit"]),
     (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), ["71, 72"]),
-    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41"), ["lost", "first that"]),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41"), ["lost", "the first"]),
     (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv"), ["--timeout"]),
     (dist.DistNetworkError("The server socket has failed to listen on any local network address. port: 29500, useIpv6: "
                            "false, code: -98, name: EADDRINUSE, message: address already in use"), ["MASTER_PORT"]),

@@ -16,7 +16,7 @@ from common.errors import ProcessError, UsageError
 from common.images import decode, find_files
 
 Y, X = np.mgrid[0:90, 0:120]
-COLOUR = Image.fromarray(np.stack([2 * X, 2.8 * Y, X + Y], -1).astype(np.uint8))
+COLOR = Image.fromarray(np.stack([2 * X, 2.8 * Y, X + Y], -1).astype(np.uint8))
 DEEP = np.stack([500 * X, 700 * Y, 300 * (X + Y), 65535 - 500 * X], -1).astype(np.uint16)
 TURNED = Image.Exif()
 TURNED[0x0112] = 6  # a quarter turn
@@ -39,32 +39,32 @@ def with_alpha(image):
 
 
 KINDS = {  # name: how to write it
-    "colour.jpg": lambda path: COLOUR.save(path, quality=95),
-    "progressive.jpeg": lambda path: COLOUR.save(path, progressive=True),
-    "grey.jpg": lambda path: COLOUR.convert("L").save(path),
-    "cmyk.jpg": lambda path: COLOUR.convert("CMYK").save(path, quality=95),
-    "turned.jpg": lambda path: COLOUR.save(path, exif=TURNED),
-    "damaged EXIF.jpg": lambda path: COLOUR.save(path, exif=b"Exif\0\0MM\0\xd4nonsense"),
-    "colour.png": lambda path: COLOUR.save(path),
-    "COLOUR.PNG": lambda path: COLOUR.save(path),
-    "palette.png": lambda path: COLOUR.quantize(64).save(path),
-    "palette with a transparent colour.png": lambda path: COLOUR.quantize(64).save(path, transparency=3),
-    "bits.png": lambda path: COLOUR.convert("1").save(path),
-    "grey.png": lambda path: COLOUR.convert("L").save(path),
-    "grey with alpha.png": lambda path: with_alpha(COLOUR.convert("LA")).save(path),
-    "alpha.png": lambda path: with_alpha(COLOUR.convert("RGBA")).save(path),
-    "turned.png": lambda path: COLOUR.save(path, exif=TURNED),
-    "animated.png": lambda path: COLOUR.save(path, save_all=True, append_images=[COLOUR.rotate(180)]),
-    "colour.webp": lambda path: COLOUR.save(path),
-    "alpha.webp": lambda path: with_alpha(COLOUR.convert("RGBA")).save(path, lossless=True),
-    "turned.webp": lambda path: COLOUR.save(path, exif=TURNED),
-    "animated.webp": lambda path: COLOUR.save(path, save_all=True, append_images=[COLOUR.rotate(180)]),
-    "a GIF.jpg": lambda path: COLOUR.save(path, "GIF"),
-    "an animated GIF.png": lambda path: COLOUR.save(path, "GIF", save_all=True, append_images=[COLOUR.rotate(180)]),
-    "a PNG.jpg": lambda path: COLOUR.save(path, "PNG"),
-    "one pixel.png": lambda path: COLOUR.crop((50, 50, 51, 51)).save(path),
-    "one pixel.jpg": lambda path: COLOUR.crop((50, 50, 51, 51)).save(path),
-    "Käfer und 图像.jpg": lambda path: COLOUR.save(path),
+    "colour.jpg": lambda path: COLOR.save(path, quality=95),
+    "progressive.jpeg": lambda path: COLOR.save(path, progressive=True),
+    "grey.jpg": lambda path: COLOR.convert("L").save(path),
+    "cmyk.jpg": lambda path: COLOR.convert("CMYK").save(path, quality=95),
+    "turned.jpg": lambda path: COLOR.save(path, exif=TURNED),
+    "damaged EXIF.jpg": lambda path: COLOR.save(path, exif=b"Exif\0\0MM\0\xd4nonsense"),
+    "colour.png": lambda path: COLOR.save(path),
+    "COLOR.PNG": lambda path: COLOR.save(path),
+    "palette.png": lambda path: COLOR.quantize(64).save(path),
+    "palette with a transparent colour.png": lambda path: COLOR.quantize(64).save(path, transparency=3),
+    "bits.png": lambda path: COLOR.convert("1").save(path),
+    "grey.png": lambda path: COLOR.convert("L").save(path),
+    "grey with alpha.png": lambda path: with_alpha(COLOR.convert("LA")).save(path),
+    "alpha.png": lambda path: with_alpha(COLOR.convert("RGBA")).save(path),
+    "turned.png": lambda path: COLOR.save(path, exif=TURNED),
+    "animated.png": lambda path: COLOR.save(path, save_all=True, append_images=[COLOR.rotate(180)]),
+    "colour.webp": lambda path: COLOR.save(path),
+    "alpha.webp": lambda path: with_alpha(COLOR.convert("RGBA")).save(path, lossless=True),
+    "turned.webp": lambda path: COLOR.save(path, exif=TURNED),
+    "animated.webp": lambda path: COLOR.save(path, save_all=True, append_images=[COLOR.rotate(180)]),
+    "a GIF.jpg": lambda path: COLOR.save(path, "GIF"),
+    "an animated GIF.png": lambda path: COLOR.save(path, "GIF", save_all=True, append_images=[COLOR.rotate(180)]),
+    "a PNG.jpg": lambda path: COLOR.save(path, "PNG"),
+    "one pixel.png": lambda path: COLOR.crop((50, 50, 51, 51)).save(path),
+    "one pixel.jpg": lambda path: COLOR.crop((50, 50, 51, 51)).save(path),
+    "Käfer und 图像.jpg": lambda path: COLOR.save(path),
 }
 DEEP_KINDS = {"grey": (0, [0]), "colour": (2, [0, 1, 2]), "grey with alpha": (4, [0, 3]), "alpha": (6, [0, 1, 2, 3])}
 
@@ -146,9 +146,9 @@ def with_size(path, width, height):
 def test_more_pixels_than_the_limit_are_refused_undecoded(tmp_path, monkeypatch):
     monkeypatch.delenv("MAX_IMAGE_PIXELS", raising=False)
     write_png(tmp_path / "large.png", (30_000, 30_000), 2, DEEP)
-    COLOUR.save(tmp_path / "large.jpg")
+    COLOR.save(tmp_path / "large.jpg")
     with_size(tmp_path / "large.jpg", 30_000, 30_000)
-    COLOUR.save(tmp_path / "large.webp")
+    COLOR.save(tmp_path / "large.webp")
     for path in tmp_path.iterdir():
         for read in (decode, pairs.read_encoded):
             if path.suffix == ".webp":
@@ -163,7 +163,7 @@ def test_more_pixels_than_the_limit_are_refused_undecoded(tmp_path, monkeypatch)
 
 
 def test_the_limit_can_be_raised_and_lowered(tmp_path, monkeypatch):
-    COLOUR.save(tmp_path / "colour.png")
+    COLOR.save(tmp_path / "colour.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # PIL's own limit does not count, and stays as it was
     monkeypatch.setenv("MAX_IMAGE_PIXELS", "10800")
     assert decode(tmp_path / "colour.png").shape == (3, 90, 120) and Image.MAX_IMAGE_PIXELS == 100
@@ -180,7 +180,7 @@ BAD = {
     "empty.jpg": lambda path, _: path.write_bytes(b""),
     "text.png": lambda path, _: path.write_text("no picture\n"),
     "missing.jpg": lambda path, _: path.symlink_to("nowhere.jpg"),
-    "a TIFF.png": lambda path, _: COLOUR.save(path, "TIFF"),
+    "a TIFF.png": lambda path, _: COLOR.save(path, "TIFF"),
     "cut.jpg": lambda path, source: cut(path, source),
     "cut.png": lambda path, source: cut(path, source),
     "cut.webp": lambda path, source: cut(path, source),
@@ -191,7 +191,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_image_is_named_in_one_line(tmp_path, name):
     path, source = tmp_path / name, tmp_path / "source"
-    COLOUR.save(source, {"cut.jpg": "JPEG", "cut.webp": "WEBP", "cut GIF.jpg": "GIF"}.get(name, "PNG"))
+    COLOR.save(source, {"cut.jpg": "JPEG", "cut.webp": "WEBP", "cut GIF.jpg": "GIF"}.get(name, "PNG"))
     BAD[name](path, source)
     for read in (decode, pairs.read_encoded):
         with pytest.raises(ProcessError) as caught:
@@ -208,7 +208,7 @@ def folder(tmp_path):
         path.mkdir(parents=True)
     for path in (folder / "b/2.jpg", folder / "b/1 ä.PNG", folder / "folder.jpg/3.webp", folder / "b/._2.jpg",
                  folder / ".hidden/4.jpg", elsewhere / "5.jpeg"):
-        COLOUR.save(path)
+        COLOR.save(path)
     (folder / "readme.txt").touch()
     if hasattr(os, "mkfifo"):  # not on Windows
         os.mkfifo(folder / "pipe.jpg")

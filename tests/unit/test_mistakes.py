@@ -36,7 +36,7 @@ MISTAKES = {
     "train.py --weights mistyped.pt": ["--weights mistyped.pt", "no such file"],
     "train.py --resume mistyped.pt": ["--resume mistyped.pt", "no such file"],
     "train.py --dataset folder --data-path {tmp}/missing": ["{tmp}/missing", "no such folder"],
-    "train.py --dataset folder --data-path {tmp}/empty": ["{tmp}/empty", "no sub-folders"],
+    "train.py --dataset folder --data-path {tmp}/empty": ["{tmp}/empty", "no subfolders"],
     "train.py --dataset folder --data-path {tmp}/hollow": ["{tmp}/hollow", "'oak'", "no images"],
     "train.py --dataset cifar10 --data-path {tmp}/file": ["{tmp}/file"],
     "train.py --output-dir {tmp}/file": ["--output-dir {tmp}/file"],
@@ -46,13 +46,13 @@ MISTAKES = {
     "train.py --resume {tmp}/resnet.pt": ["--resume {tmp}/resnet.pt", "model", "--model"],
     "train.py --weights {tmp}/resnet.pt": ["--weights {tmp}/resnet.pt", "no tensor in it matches"],
     "train.py --resume {tmp}/weights.pt": ["--resume {tmp}/weights.pt", "no 'optimizer'", "--weights"],
-    "train.py --resume {tmp}/torn.pt": ["--resume {tmp}/torn.pt", "torn"],
-    "train.py --resume {tmp}/void.pt": ["--resume {tmp}/void.pt", "torn"],
+    "train.py --resume {tmp}/torn.pt": ["--resume {tmp}/torn.pt", "incomplete"],
+    "train.py --resume {tmp}/void.pt": ["--resume {tmp}/void.pt", "incomplete"],
     "train.py --resume {tmp}/newer.pt": ["--resume {tmp}/newer.pt", "a newer torch"],
     "train.py --resume {tmp}/shapes.pt": ["--resume {tmp}/shapes.pt", "model", "--dataset"],
     "train.py --weights {tmp}/text.pt": ["--weights {tmp}/text.pt", "not"],
-    "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "not loaded"],
-    "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "not loaded"],
+    "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "rejected"],
+    "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "rejected"],
 }
 
 

@@ -238,5 +238,5 @@ def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--", "--resume", "auto"])
     assert importlib.import_module("ray_train").parse_args()[1].resume == "auto"
     monkeypatch.setattr(sys, "argv", ["ray_train.py", "--max-failures", "1", "--"])
-    with pytest.raises(errors.UsageError, match="--max-failures: every start would begin anew; .*--resume auto"):
+    with pytest.raises(errors.UsageError, match="--max-failures: every restart would lose .*--resume auto"):
         importlib.import_module("ray_train").parse_args()
