@@ -45,7 +45,7 @@ def test_py_spy_finds_the_missing_rank(stuck):
     """All ranks but the missing one are in the all-reduce; what the page shows of each stack is there."""
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not spy:
-        pytest.skip("needs py-spy: pip install py-spy")
+        pytest.skip("no py-spy: pip install -r requirements-drill.txt")
     block, = (block for block in BLOCKS if "py-spy" in block and ("--stuck" in block) == bool(stuck))
     start, dump = (command for command in re.findall(r"^\$ (.+)", block, re.M))
     with Live(*split(start)[1]) as launch:

@@ -110,7 +110,7 @@ def test_what_how_it_works_says_can_be_seen():
 @pytest.fixture(scope="module")
 def browser():
     webdriver = pytest.importorskip("selenium.webdriver",
-                                    reason="no Selenium: pip install -r requirements-dev.txt")
+                                    reason="no Selenium: pip install -r requirements-drill.txt")
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (program and driver):
         pytest.skip("no browser: apt-get install chromium chromium-driver")
@@ -176,35 +176,7 @@ def address(browser):
     return browser.current_url.partition("#")[2]
 
 
-SHOWN = """
-const [pairs, unified] = arguments, done = arguments[2]
-const show = async () => {
-  document.getElementById(unified ? "unified" : "split").click()
-  const shown = []
-  for (const [left, right] of pairs) {
-    const wanted = `#${left}...${right}`
-    if (location.hash !== wanted) {
-      const changed = new Promise(then => addEventListener("hashchange", then, {once: true}))
-      location.hash = wanted
-      await changed
-    }
-    const rows = [...document.querySelectorAll("#diff tbody tr")].filter(row => row.querySelector(".n"))
-    const number = cell => cell && parseInt(cell.textContent) || 0
-    const text = cell => cell && !cell.classList.contains("none") ? cell.textContent : null
-    shown.push({
-      count: +document.querySelector("#head strong").textContent,
-      blocks: [...document.querySelectorAll("#diff .new")].map(block => block.dataset.reason),
-      changes: document.querySelectorAll("#diff .change").length,
-      rows: rows.map(row => [
-        number(row.querySelector(".n.s0")), text(row.querySelector(".c.s0")),
-        number(row.querySelector(".n.s1")), text(row.querySelector(".c.s1")),
-        row.querySelectorAll(".add, .del").length]),
-    })
-  }
-  return shown
-}
-show().then(done, error => done(String(error)))
-"""
+SHOWN = (ROOT / "tests/programs/shown.js").read_text()
 
 
 def shown(browser, pairs, unified=False):
@@ -426,32 +398,7 @@ def test_the_theme_follows_the_system_and_the_button(page):
     assert luminance(browser) > 0.9
 
 
-CONTRAST = """
-const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true})
-const known = {}
-const rgba = colour => known[colour] ??= (() => {
-  canvas.clearRect(0, 0, 1, 1)
-  canvas.fillStyle = colour
-  canvas.fillRect(0, 0, 1, 1)
-  return [...canvas.getImageData(0, 0, 1, 1).data]
-})()
-const light = colour => [.2126, .7152, .0722].reduce((sum, weight, n) => {
-  const part = colour[n] / 255
-  return sum + weight * (part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4)
-}, 0)
-const worst = {}
-for (const element of document.querySelectorAll("body *:not(script, style, noscript, svg *)")) {
-  if (![...element.childNodes].some(node => node.nodeType === 3 && node.data.trim())) continue
-  if (!element.checkVisibility() || element.closest(".sr, .skip, button:disabled")) continue
-  let behind = element
-  while (behind && rgba(getComputedStyle(behind).backgroundColor)[3] < 255) behind = behind.parentElement
-  const [a, b] = [light(rgba(getComputedStyle(element).color)),
-                  light(rgba(getComputedStyle(behind ?? document.body).backgroundColor))]
-  const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05)
-  if (ratio < 4.5) worst[`${element.outerHTML.slice(0, 60)} in ${behind?.className}`] = ratio.toFixed(2)
-}
-return worst
-"""
+CONTRAST = (ROOT / "tests/programs/contrast.js").read_text()
 
 
 @pytest.mark.parametrize("dark", [False, True])
