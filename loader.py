@@ -5,7 +5,7 @@
     python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
 
 DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png; without DATA, the script makes a small set in ./data.
-In a training script, call it after init_process_group:
+In a training script, call build_loader after init_process_group:
 
     loader = build_loader(args)
     for epoch in range(1, args.epochs + 1):
@@ -91,7 +91,7 @@ class PairLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch):
-        """Set the epoch of the next pass, for a resumed run; later passes count on from it."""
+        """Set the epoch of the next pass, for a resumed run; later passes continue from it."""
         self.epoch = epoch
 
     def __iter__(self):

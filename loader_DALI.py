@@ -136,7 +136,7 @@ class PairLoader:
         return self.batches
 
     def set_epoch(self, epoch):
-        """Set the epoch of the next pass, for a resumed run; later passes count on from it."""
+        """Set the epoch of the next pass, for a resumed run; later passes continue from it."""
         self.epoch = epoch
 
     def __iter__(self):

@@ -6,9 +6,9 @@
     python -m benchmarks.compare --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda
     python -m benchmarks.compare --show                                     # only the tables and the plot
 
-A run counts with the median of its epochs after the first, its last accuracy, and its peak memory: of its tensors on an
-accelerator, on a CPU the resident set of its largest process. Every run is saved at once. The next call makes only the
-missing runs if hardware, versions, arguments and the scripts' committed code are the same.
+The tables show the median of a run's epochs after the first, its last accuracy and its peak memory: of its tensors on
+an accelerator, or the resident set of its largest process on a CPU. Every run is saved at once. The next call makes
+only the missing runs if hardware, versions, arguments and the scripts' committed code are the same.
 """
 import json
 import os
@@ -53,14 +53,14 @@ def one_run(script: str, seed: int, args, processes: int) -> dict:
 
 
 def make_runs(args) -> None:
-    """Make the runs that are missing in the file of results."""
+    """Make the runs that are missing from the results file."""
     where = measure.machine(devices.select_device(args.device), "train*.py", "common")
     processes = args.processes or devices.count_processes(args.device)
     task = {name: value for name, value in vars(args).items() if name not in ("scripts", "processes", "rounds", "show")}
     head = {"machine": where, "processes": processes, "arguments": task}
     path = tables.path_of("compare", where, args.dataset, args.model)
     old = json.loads(path.read_text()) if path.exists() else {}
-    known = {**old.get("machine", {}), "date": where["date"]}  # runs of several days may share a file
+    known = {**old.get("machine", {}), "date": where["date"]}  # runs from different days may share a file
     same = old | head == old | {"machine": known} and not where["commit"].endswith("-dirty")
     content = head | {"runs": old["runs"] if same else []}
     done = {(run["seed"], run["script"]) for run in content["runs"]}

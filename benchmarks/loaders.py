@@ -1,12 +1,12 @@
-"""Measure how many image pairs per second the loaders deliver, next to what the cores can do and what is usual.
+"""Measure how many image pairs per second the loaders deliver, compared with a bare loop and with a common loader.
 
     python -m benchmarks.loaders
     python -m benchmarks.loaders --rounds 15 --pairs 768
 
 Each round reads one epoch of the same JPEG files with each contender. The bare loop is one process per core that does
 the same work and nothing else. `loader.py` and the PIL loader (the usual published one) have as many workers as cores,
-`loader_DALI` as many threads; on a GPU it uses its decoders. "DALI workers" adds two processes that read the files. On
-a busy machine, CPU time per pair says more than pairs per second.
+`loader_DALI` as many threads; on a GPU, it uses the GPU's decoders. "DALI workers" adds two processes that read the
+files. On a busy machine, CPU time per pair says more than pairs per second.
 """
 import importlib.metadata
 import math
@@ -29,7 +29,7 @@ from benchmarks.tables import RESULTS, around, ratio, save, spread, table
 from common import cli, devices, errors, launch, pairs
 
 WIDTH, HEIGHT, RESIZE, CROP, BATCH, SEED = 640, 480, 256, 224, 8, 1234
-RATIOS = {("loader.py", "bare loop"): 0.85, ("loader.py", "PIL loader"): 2.0,  # the least that is wanted
+RATIOS = {("loader.py", "bare loop"): 0.85, ("loader.py", "PIL loader"): 2.0,  # the lowest acceptable ratios
           ("loader_DALI", "loader.py"): "-", ("loader_DALI", "bare loop"): "-"}
 FIRST_BATCH = 0.2  # seconds at most, in epochs after the first
 CORES = launch.cores_per_process()
@@ -130,11 +130,11 @@ def report(runs: list[dict]) -> str:
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--rounds", type=cli.positive_int, default=9, help="epochs of each contender")
-    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="of pictures, copies of 48")
+    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="pairs of images, copies of 48")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
     args = parser.parse_args()
     device = devices.select_device(args.device)
-    torch.set_num_threads(1)  # of this process: the cores are for those that decode
+    torch.set_num_threads(1)  # only here: the cores are for the processes that decode
     versions = {package.name.lower(): package.version for package in importlib.metadata.distributions()
                 if package.name.lower() in LIBRARIES}
     settings = {"pairs": args.pairs, "image": [WIDTH, HEIGHT], "resize": RESIZE, "crop": CROP, "batch_size": BATCH}
@@ -147,7 +147,7 @@ def main() -> None:
         make_files(Path(folder), args.pairs)
         found = contenders(Path(folder), device, with_dali)
         for epoch in found.values():
-            epoch()  # workers start, files come into the cache
+            epoch()  # starts the workers and fills the file cache
         for number, name in measure.in_turns(list(found), args.rounds):
             cpu, start = cpu_seconds(), time.perf_counter()
             count, first = found[name]()

@@ -1,4 +1,4 @@
-"""What measures: the arguments of a benchmark, how it starts a script, and how several programs take turns.
+"""What the benchmarks share: their arguments, how to start a script, and how several programs take turns.
 
 The speed of a shared machine changes by tens of percent within minutes, so programs that are compared must not run one
 after the other. They take turns of a second or two, under the same load.
@@ -27,12 +27,12 @@ EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* accuracy (?P<accuracy>[\d.]+) .*)? (?P
 
 
 def make_parser(doc: str, epochs: int, batch_size: int, rounds: int | None = None) -> cli.ArgumentParser:
-    """Return a parser of what all benchmarks take, with these defaults; without `rounds` there is no --rounds."""
+    """Return a parser for all benchmarks' arguments, with these defaults; without `rounds` there is no --rounds."""
     parser = cli.ArgumentParser(doc)
     parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to train on")
     parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
     parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
-    parser.add_argument("--epochs", type=cli.positive_int, default=epochs, help="of a run; in floor.py, of a turn")
+    parser.add_argument("--epochs", type=cli.positive_int, default=epochs, help="per run; in floor.py, per turn")
     parser.add_argument("--batch-size", type=cli.positive_int, default=batch_size, help="over all processes")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
     if rounds:
@@ -88,7 +88,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 class Contender:
-    """One launch, paused after its first epoch except during its turns; an epoch trains on so many `images`."""
+    """One launch, paused after its first epoch except during its turns; an epoch trains on this many `images`."""
 
     def __init__(self, command: list[str], images: int, threads: int | None = None):
         self.command, self.images, self.speeds, self.between = command, images, [], []

@@ -1,12 +1,12 @@
-"""What one training step costs on one device: how near it is to its arithmetic, and what the usual tricks would save.
+"""Measure one training step on one device: how much of it is arithmetic, and how much the usual tricks would save.
 
     python -m benchmarks.step                                              # the small CNN, on digits: two minutes
     python -m benchmarks.step --model resnet18 --rounds 5                                          # ten minutes there
     python -m benchmarks.step --model resnet18 --dataset fake --batch-size 512 --script train_amp.py --device cuda
 
-It measures the step of the scripts and the same step with one change, in turns with products of large matrices: at
-their rate, the operations of a step are its arithmetic. It also measures how long a script's loop waits for the next
-batch; for so long, at most, an accelerator can be idle because of the data.
+It measures the step of the scripts and the same step with one change, interleaved with products of large matrices. The
+rate of these products gives the time that a step's arithmetic needs. It also measures how long a script's loop waits
+for the next batch: an accelerator is idle because of the data for at most this time.
 """
 import contextlib
 import io
@@ -43,7 +43,7 @@ def clock(device: torch.device, function) -> float:
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second of a product of two large square matrices: the best of three."""
-    torch.set_float32_matmul_precision("high")  # as in convolutions: on GPUs with TF32, torch lets them use that
+    torch.set_float32_matmul_precision("high")  # like convolutions, which torch lets use TF32 on GPUs that have it
     size = 1024 if device.type == "cpu" else 8192
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = min(clock(device, lambda: one @ other) for _ in range(3))
@@ -85,7 +85,7 @@ class Step:
 
 
 def count_operations(model: torch.nn.Module, image_shape) -> float:
-    """Return the operations of forward and backward of one image, as defined; Winograd's algorithm needs fewer."""
+    """Return the operations of forward and backward for one image, by definition; Winograd's algorithm needs fewer."""
     device = next(model.parameters()).device
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, *image_shape, device=device)).sum().backward()
@@ -95,10 +95,10 @@ def count_operations(model: torch.nn.Module, image_shape) -> float:
 def compare_steps(args, device: torch.device, train_set) -> dict:
     """Return how long the steps take, and the rates of matrices in the same rounds."""
     rates = {name: matrix_rate(device, dtype) for name, dtype in PRECISIONS.items()}
-    bf16_pays = rates["bfloat16"] > rates["float32"]  # otherwise bf16 takes long, and its result is known
+    bf16_pays = rates["bfloat16"] > rates["float32"]  # otherwise bf16 is slow, and its result is known
     changes = CHANGES | (ON_ACCELERATORS if device.type != "cpu" else {}) | (IN_BF16 if bf16_pays else {})
     torch.compiler.config.force_disable_caches = True  # a first step must not profit from an earlier run
-    clock(device, Step(args.model, args.batch_size, device, train_set))  # pays for what is set up once in a process
+    clock(device, Step(args.model, args.batch_size, device, train_set))  # does the one-time setup of the process
     memory = torch.cuda if device.type == "cuda" else None
     steps, rows = {}, {}
     for name, change in changes.items():
@@ -149,7 +149,7 @@ def watch_epochs(args) -> dict:
 
     data.DataLoader = Watched
     sys.argv = [args.script, *measure.task_of(args, args.epochs), "--output-dir", "runs/step"]
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):  # train_elastic.py ends by sys.exit
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):  # train_elastic.py ends with sys.exit
         runpy.run_path(args.script, run_name="__main__")
     seconds = [epoch["seconds"] for epoch in measure.read_epochs(out.getvalue().splitlines())][1:]
     return {"seconds": spread(seconds), "waits": ratio(waits[1:], seconds)}

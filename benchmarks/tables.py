@@ -24,7 +24,7 @@ def ratio(one: list[float], other: list[float]) -> dict[str, float]:
 
 
 def save(path: Path, content: dict) -> None:
-    """Write a file of results, whole or not at all."""
+    """Write a results file atomically."""
     path.with_suffix(".new").write_text(json.dumps(content, indent=1) + "\n")
     path.with_suffix(".new").replace(path)
 
@@ -104,8 +104,8 @@ def step_table(content: dict) -> str:
     return ("One step (`python -m benchmarks.step`): " + caption(content, count(args["rounds"], "round"))
             + table(["step", "ms", "times as fast", "first step, s", "peak memory"], rows)
             + f"\n\nMatrix products: {rates['float32']:,.0f} GFLOP/s in float32, {rates['bfloat16']:,.0f} in bfloat16. "
-            f"Forward and backward of an image: {content['operations_per_image'] / 1e6:,.1f} MFLOP; at that rate they "
-            f"are {around(share, '.0%')} of the step's time. An epoch of `{args['script']}` trains for "
+            f"Forward and backward of one image: {content['operations_per_image'] / 1e6:,.1f} MFLOP; at that rate, "
+            f"this takes {around(share, '.0%')} of the step's time. An epoch of `{args['script']}` trains for "
             f"{script['seconds']['median']:.2f} s, and spends {script['waits']['median']:.1%} of that time waiting for "
             f"data (at most {script['waits']['highest']:.1%}).")
 

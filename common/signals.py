@@ -18,7 +18,7 @@ def end_with_parent(name: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """Under torchrun, exit when the agent is gone, even by SIGKILL: otherwise, this process would wait or train on."""
+    """Under torchrun, exit when the agent has ended, even by SIGKILL: otherwise, this process would keep running."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or multiprocessing.parent_process():
         return
     end_with_parent("SIGTERM")

@@ -39,7 +39,7 @@ def parse_args():
 
 
 def worker(values):
-    """Do in a worker what join_group() does, except for the group, which exists; then train."""
+    """In a worker, do what join_group() does except create the group, which already exists; then train."""
     args = argparse.Namespace(**values)
     args.device = str(devices.select_device(args.device, int(os.environ["LOCAL_RANK"])))
     torch.set_num_threads(launch.cores_per_process())  # Ray gives each worker only one thread

@@ -4,7 +4,7 @@
     python tools/build_page.py --check     # exit code 1 if docs/index.html is not up to date
     python tools/build_page.py --picture   # also writes docs/figures/page.png, with Chromium and requirements-drill.txt
 
-A line that the texts name and that no script contains stops the build.
+The build fails if the texts name a line that no script contains.
 """
 import ast
 import dataclasses
@@ -43,7 +43,7 @@ class Script:
 
     @property
     def parent(self) -> str | None:
-        """The first parent: the script stands below it in the tree."""
+        """The first parent: the tree lists the script below it."""
         return self.parents[0] if self.parents else None
 
 
@@ -57,7 +57,7 @@ def read_scripts(root: Path = ROOT) -> Scripts:
         text, parents = path.read_text(), [parent.name for parent in markers.parents_of(path)]
         first, *rest = (ast.get_docstring(ast.parse(text)) or "").split("\n")
         commands = [line.strip() for line in rest if re.match(rf"    (pip |.*\b{path.name})", line)]
-        commands.sort(key=lambda command: path.name not in command)  # noqa: B023, for it is called here
+        commands.sort(key=lambda command: path.name not in command)  # noqa: B023, because it is called here
         found[path.name] = Script(path, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
                                   ast.parse(text).body[0].end_lineno or 0, first, commands)
     ordered: dict[str, Script] = {}
@@ -86,7 +86,7 @@ def read_uses(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
-    """Return [(id, heading, lines it stands beside)] of the sections of how-it-works.md."""
+    """Return [(id, heading, script lines it is shown beside)] for the sections of how-it-works.md."""
     parts = []
     for section in re.split(r"^(?=## )", path.read_text(), flags=re.M)[1:]:
         heading = section.split("\n", 1)[0].removeprefix("## ")
@@ -121,7 +121,7 @@ def build(root: Path = ROOT) -> str:
 
 
 def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> tuple[dict, dict]:
-    """Return (what page.js reads, {(left, right): changed lines})."""
+    """Return (the data for page.js, {(left, right): changed lines})."""
     table: list[str] = []
     places: dict[str, int] = {}  # the scripts share most of their lines: keep each once
 
@@ -201,7 +201,7 @@ def _prose(path: Path, docs: Path) -> str:
         if file in ("pitfalls.md", "how-it-works.md"):
             return "#" + path.stem
         if not (docs / file).exists():
-            raise texts.TextError(f"{path.name}: a link leads nowhere: {target}")
+            raise texts.TextError(f"{path.name}: broken link: {target}")
         return target
 
     def picture(source: str, description: str) -> str:
@@ -215,7 +215,7 @@ def _prose(path: Path, docs: Path) -> str:
              *texts.read_traps(docs / "pitfalls.md")}
     for anchor in re.findall(r'href="#([^"]+)"', rendered):
         if anchor not in known:
-            raise texts.TextError(f"{path.name}: a link leads nowhere: #{anchor}")
+            raise texts.TextError(f"{path.name}: broken link: #{anchor}")
     return rendered
 
 
@@ -224,13 +224,13 @@ def _slug(heading: str) -> str:
 
 
 def _as_read(line: str) -> str:
-    """Return a line as the texts name it: without indentation, and a marker as its reason alone."""
+    """Return a line as the texts name it: without indentation, and only the reason of a marker."""
     match = markers.MARKER.fullmatch(line)
     return f"# {match[2]}" if match and match[2] else line.strip()
 
 
 def _check(root: Path, scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> None:
-    """Raise TextError for what the texts name and the scripts do not have."""
+    """Raise TextError if the texts name a file or a line that does not exist."""
     code = {_as_read(line) for script in scripts.values() for line in script.lines}
     for trap in traps.values():
         if not (root / trap.file).is_file():
@@ -240,7 +240,7 @@ def _check(root: Path, scripts: Scripts, traps: dict[str, texts.Trap], parts: li
     named += [("how-it-works.md", heading, line) for _, heading, beside in parts for line in beside]
     for file, what, line in named:
         if line not in code:
-            raise texts.TextError(f"{file}: '{what}' stands beside a line that no script has: {line}")
+            raise texts.TextError(f"{file}: '{what}' names a line that no script has: {line}")
 
 
 def main() -> None:
@@ -251,7 +251,7 @@ def main() -> None:
         sys.exit(f"build_page.py: error: {error}")
     if "--check" in sys.argv[1:]:
         if not target.exists() or target.read_text() != page:
-            sys.exit("docs/index.html is not fresh: run python tools/build_page.py")
+            sys.exit("docs/index.html is not up to date: run python tools/build_page.py")
         return
     target.write_text(page)
     print(f"{target.name}: {len(page.encode()):,} bytes")

@@ -1,4 +1,4 @@
-"""Align two scripts for the page: which lines face each other, and what changed inside a line.
+"""Align two scripts for the page: which lines correspond, and what changed inside a line.
 
 A comparison is a list of steps that walk down both scripts:
 
@@ -28,10 +28,10 @@ BARE = re.compile(r"\s*(# new # [\w-]+)?")
 
 def compare(left: "Script", right: "Script",
             notes_for: Callable[[list[str], list[str]], tuple]) -> tuple[list, int, int]:
-    """Return (steps, changed lines, changes) from script `left` to `right`, which is no ancestor of `left`.
+    """Return (steps, changed lines, changes) from script `left` to `right`, which must not be an ancestor of `left`.
 
-    `notes_for(left_lines, right_lines)` returns what belongs beside the lines of a change; only the child's lines
-    count where `left` is the only parent. For a child, the changed lines are those of its blocks. For any other pair,
+    `notes_for(left_lines, right_lines)` returns the notes to show beside a change; if `left` is the only parent,
+    only the child's lines count. For a child, the changed lines are those of its blocks. For any other pair,
     each stretch that differs adds the larger number of code lines of the two sides.
     """
     child = right.parents == [left.name]
@@ -79,7 +79,7 @@ def _counts(old: str | None, new: str | None, child: bool) -> bool:
 
 
 def _anchors(left: "Script", right: "Script") -> list[tuple[int, int]]:
-    """Return the pairs of line numbers, behind the docstrings, at which the two scripts are equal."""
+    """Return the pairs of line numbers, after the docstrings, at which the two scripts are equal."""
     old, new = markers.numbered(left.path, []), markers.numbered(right.path, [])
     if right.parents == [left.name]:
         removed = {number for block in right.blocks for number in block.removed}
@@ -95,7 +95,7 @@ def _kind(line: str) -> str:
 
 
 def _pair_up(old: list[str], new: list[str], kind: Callable[[str], str] | None = None) -> list[Pair]:
-    """Return pairs of indices (None for nothing), in order, of the lines that have most in common."""
+    """Return pairs of indices (None for no counterpart), in order, of the lines that have most in common."""
     sides = [[(line, (kind or _kind)(line)) for line in side] for side in (old, new)]
     worth = [[_worth(*one, *other) for other in sides[1]] for one in sides[0]]
     best = [[0.0] * (len(new) + 1) for _ in range(len(old) + 1)]
@@ -118,7 +118,7 @@ def _pair_up(old: list[str], new: list[str], kind: Callable[[str], str] | None =
 
 
 def _worth(old: str, kind: str, new: str, other: str) -> float:
-    """Return what it is worth that two lines face each other; code faces code even where little is alike."""
+    """Return the score for aligning two lines; code aligns with code even if they have little in common."""
     if kind != other:
         return 0.0
     if kind == "blank":
@@ -148,7 +148,7 @@ def _docstrings(left: "Script", right: "Script") -> list:
 
 
 def _changes(old: list[str], new: list[str], child: bool) -> Iterator[list[Pair]]:
-    """Pair the lines of one stretch that differs; a marker of a child begins another change."""
+    """Pair the lines of one stretch that differs; a child's marker starts a new change."""
     change: list[Pair] = []
     begun = False
     for a, b in _pair_up(old, new):
@@ -174,7 +174,7 @@ def _step(old: str | None, new: str | None, child: bool = False) -> str | list:
 
 
 def _parts(old: str, new: str) -> tuple[list[int], list[int]]:
-    """Return the ranges of characters that differ in two versions of a line; none if little is alike."""
+    """Return the ranges of characters that differ in two versions of a line; none if they have little in common."""
     names = [collections.Counter(re.findall(r"[^\W_]+", line)) for line in (old, new)]
     if 2 * (names[0] & names[1]).total() < DIFFERENT * (names[0] + names[1]).total():
         return [], []
@@ -188,7 +188,7 @@ def _parts(old: str, new: str) -> tuple[list[int], list[int]]:
             for parts, ends, first, last in ((old_parts, ends_a, i, i_end), (new_parts, ends_b, j, j_end)):
                 if first == last:
                     continue
-                if parts and ends[first] - parts[-1] <= 1:  # one character that stayed is not worth a gap
+                if parts and ends[first] - parts[-1] <= 1:  # a single unchanged character does not split a range
                     parts[-1] = ends[last]
                 else:
                     parts += [ends[first], ends[last]]
@@ -196,7 +196,7 @@ def _parts(old: str, new: str) -> tuple[list[int], list[int]]:
 
 
 def _joined(steps: list) -> list:
-    """Join neighbouring steps of one kind."""
+    """Join neighboring steps of the same kind."""
     joined: list = []
     for step in steps:
         last = joined[-1] if joined else None

@@ -1,6 +1,7 @@
 """Draw the figures of README.md and how-it-works.md: `python tools/figures.py` writes docs/figures/*.svg.
 
-Each figure has a light and a dark theme. A file follows the reader's system, and the page its own theme button.
+Each figure has a light and a dark theme. An SVG file follows the reader's system settings, and the page
+follows its own theme button.
 """
 import html
 import math

@@ -5,7 +5,8 @@
 1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is what the file name adds: amp, DDP.
 2. A block runs to the next blank line. It covers the whole of a `def` or `class` that begins in it.
 3. The module docstring names the parents (`Parent: train.py` or `Parents: A.py, B.py`) and is exempt.
-4. All else, ancestors' blocks and blank lines included, stands in a parent. An own block replaces what is missing.
+4. Everything else, including ancestors' blocks and blank lines, is in a parent. A script's own block replaces each
+   missing line.
 5. Each own block changes something, repeats no line that the parent has there, and has no commented-out code.
 """
 import ast
@@ -90,7 +91,7 @@ def compare(path: Path) -> list[Block]:
             room = sum(len(code[block.first]) or len(gone) for block in here)  # a comment may replace any number
             lost = [line for _, line in gone if CODE.match(line)]
             if b + 1 == next_b and (moved or len(lost) > room or gone and not here):
-                raise BrokenRule(f"{path.name}:{first}: no block replaces the lines of {parent.name} behind this one")
+                raise BrokenRule(f"{path.name}:{first}: no block replaces the lines of {parent.name} after this one")
             for block in here:
                 size = len(gone) if block is here[-1] else block.last - block.first
                 block.removed, gone, body = [at for at, _ in gone[:size]], gone[size:], code[block.first]

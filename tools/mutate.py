@@ -1,10 +1,10 @@
-"""Put every pitfall of docs/pitfalls.md back, one at a time, and see the test that it names go red.
+"""Reintroduce every pitfall of docs/pitfalls.md, one at a time, and check that the test that it names fails.
 
     python tools/mutate.py                # all of them (20 minutes on 2 cores), and the report
     python tools/mutate.py D1 D2          # these alone, no report
 
-Each works on a copy of the repository, with the wrong lines in the place of the right ones, so that the working tree
-stays as it is. Writes docs/mutations.md. Exit code 1 if a test stayed green, or failed without the mistake.
+Each runs in a copy of the repository where the wrong lines replace the right ones, so the working tree does not change.
+Writes docs/mutations.md. Exit code 1 if a test stayed green, or failed without the mistake.
 """
 import argparse
 import platform
@@ -19,7 +19,7 @@ import texts
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 400  # a mistake that makes a run hang counts as seen: the tests end what hangs, this ends the tests
+SECONDS = 400  # a mistake that makes a run hang counts as detected: the tests end hung runs, this ends the tests
 VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit codes
 
 

@@ -1,12 +1,12 @@
-"""kill -9 of processes at random moments, and in the middle of saves: nothing that was saved is lost.
+"""Kill processes with SIGKILL at random moments and during saves, and check that nothing saved is lost.
 
-    python tools/random_kills.py --kills 50                       # some twenty minutes; writes docs/random-kills.md
+    python tools/random_kills.py --kills 50                       # about 20 minutes; writes docs/random-kills.md
     python tools/random_kills.py --kills 5 --scripts train_mp.py --report -
 
-For each script an undisturbed run, then one that is killed again and again and started anew with --resume auto, until
-it is through. After every kill: all processes of the launch end by themselves, last.pt is whole, it is not older than
-what the run had reported or than it was before, and the next start goes on from it. In the end last.pt and best.pt are
-the undisturbed run's, bit for bit, optimizer and all.
+Each script first runs undisturbed. Then a second run is killed again and again, and restarted with --resume auto until
+it completes. After every kill, all processes of the launch end by themselves, last.pt is complete and no older than
+before or than the reported epochs, and the next start resumes from it. In the end, last.pt and best.pt are identical
+bit for bit to those of the undisturbed run, including the optimizer state.
 """
 import argparse
 import collections
@@ -39,7 +39,7 @@ def check(holds: bool, what: str, live: Live) -> None:
 
 
 def position(path: Path) -> tuple[int, int]:
-    """Return how far the checkpoint at `path` is, as (epochs done, steps of the next); (0, 0) without one."""
+    """Return the progress of the checkpoint at `path`, as (epochs done, steps of the next); (0, 0) without one."""
     if not path.exists():
         return 0, 0
     content = load(path)
@@ -47,7 +47,7 @@ def position(path: Path) -> tuple[int, int]:
 
 
 def wait_for_save(live: Live, folder: Path, skip: int) -> bool:
-    """Return True in the middle of a save (the `skip`th from now), False if the run ends before."""
+    """Return True in the middle of a save (the `skip`th from now), False if the run ends first."""
     before: set[str] = set()
     while live.process.poll() is None:
         now = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")}
@@ -59,7 +59,7 @@ def wait_for_save(live: Live, folder: Path, skip: int) -> bool:
 
 
 def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[str, str] | None:
-    """Start a run and kill one of its processes; return what was killed, and when, or None if it was through first."""
+    """Start a run and kill one of its processes; return what was killed, and when, or None if it finished first."""
     arguments = [*command, "--output-dir", folder]
     before = position(folder / "last.pt")
     with Live(*arguments) as live:
@@ -94,16 +94,16 @@ def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[s
         if resumed:
             [(steps, epoch)] = re.findall(r"(?:(\d+) steps of )?epoch (\d+) (?:is|are) done", resumed[0])
             start = (int(epoch) - 1, int(steps)) if steps else (int(epoch), 0)
-            check(start == before, f"went on from {start}, and {before} was saved", live)
+            check(start == before, f"resumed from {start}, but {before} was saved", live)
         check(after >= before, f"last.pt went back from {before} to {after}", live)
         check(not done or after[0] >= done[-1], f"epoch {done[-1:]} was reported, and last.pt holds {after}", live)
-        if code == 0:  # what was killed did not matter any more
+        if code == 0:  # the killed process was no longer needed
             return None
     return who, "in a save" if torn else plan.replace("in a save", "any moment")
 
 
 def disturb(script: str, kills: int, seed: int) -> tuple[collections.Counter[tuple[str, str]], int]:
-    """Kill runs of a script so often; return a Counter of what was killed and when, and the number of runs."""
+    """Kill runs of a script `kills` times; return a Counter of what was killed and when, and the number of runs."""
     command = list(map(str, COMMANDS[script]))
     chance = random.Random(f"{script} {seed}")
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def disturb(script: str, kills: int, seed: int) -> tuple[collections.Counter[tup
                     check(live.end(300) == 0, "the last start failed", live)
             for name in ("last.pt", "best.pt"):
                 if not same(load(whole / name), load(disturbed / name)):
-                    raise Lost(f"{script}: {name} is not the undisturbed run's")
+                    raise Lost(f"{script}: {name} differs from the undisturbed run's")
     return done, runs
 
 

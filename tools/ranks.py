@@ -32,7 +32,7 @@ RANKS, BATCH = (0, 1, 511, 1023), 8192
 
 @contextlib.contextmanager
 def fake_rank(rank: int):
-    """Be one rank of WORLD."""
+    """Act as one of WORLD ranks."""
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
         yield
@@ -82,7 +82,7 @@ def play(rank: int, folder: str, batch_size: int = BATCH) -> dict:
 
 
 def shard(rank: int) -> int:
-    """Return how many of the transformer's parameters FSDP2 gives to `rank` (without memory)."""
+    """Return how many of the transformer's parameters FSDP2 gives to `rank`, without allocating memory."""
     with fake_rank(rank):
         mesh = init_device_mesh("cpu", (WORLD,))
         model = transformer()
@@ -114,7 +114,7 @@ def shares_of_all(samples: int = 50_000) -> tuple[list[int], list[list[int]]]:
 
 
 def check(found: dict) -> dict:
-    """Return what holds among WORLD ranks, from what `simulate` returns; AssertionError if it does not.
+    """Check the results of `simulate` for WORLD ranks and summarize them; raise AssertionError if a check fails.
 
     The ranks that did not run are DistributedSamplers that get their rank as an argument; those that ran must be equal.
     """

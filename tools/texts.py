@@ -78,7 +78,7 @@ def read_traps(path: Path) -> dict[str, Trap]:
         test = re.fullmatch(r"\(pending\)|none: .+|`[\w./]+(::\w+)+(\[[^`]+\])?`", fields["Test"])
         beside = re.fullmatch(r"`(.+)`", fields.get("Beside", "`-`"))
         if not (wrong and right and test and beside):
-            raise TextError(f"{path.name}: {match[1]}: Wrong, Right, Beside or Test does not have its form")
+            raise TextError(f"{path.name}: {match[1]}: Wrong, Right, Beside or Test does not have the required form")
         prose = fields["Symptom"], fields["Cause"]
         traps[match[1]] = Trap(match[1], match[2], *prose, wrong[1], right[1], right[2],
                                beside[1].removeprefix("-"), fields["Test"].strip("`"))
@@ -109,7 +109,7 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
            picture: Callable[[str, str], str]) -> str:
     """Return Markdown as HTML.
 
-    `identify(heading)` gives a heading's id, `link(target)` what a link of the text is on the page, and
+    `identify(heading)` returns a heading's id, `link(target)` a link's target on the page, and
     `picture(source, description)` the HTML of a picture. Headings are one level lower on the page. A section of level
     3 becomes an article with its id. A block of `console` becomes commands. HTML comments and the field Beside are
     left out.

@@ -1,4 +1,4 @@
-"""What the loops share that floor.py compares with the scripts. Each is a module here with a function `prepare`."""
+"""Code shared by the loops that floor.py compares with the scripts. Each is a module here with a function `prepare`."""
 import atexit
 import os
 import time

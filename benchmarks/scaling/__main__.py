@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling                                   # half a minute: measures, simulates, writes it all
     python -m benchmarks.scaling --render                          # the tables and the plot again, from the same inputs
-    python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of a model of your own
+    python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of your own model
 
 It writes benchmarks/results/scaling.json and scaling.png, and the marked parts of docs/scaling.md.
 """
@@ -27,7 +27,7 @@ def main() -> None:
         print(table(["GPUs", *PROCESSES], [[where, *(f"{efficiency(model, count, link):.0%}" for count in PROCESSES)]
                                            for where, link in LINKS.items()]))
         return
-    from benchmarks.scaling.inputs import measure  # here, because they import much
+    from benchmarks.scaling.inputs import measure  # here, because these imports are slow
     from tools import plots, ranks
     path = RESULTS / "scaling.json"
     if args.render:

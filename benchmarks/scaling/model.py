@@ -101,7 +101,7 @@ def compute(models: dict) -> dict:
                 tables["rings_alone"][row] = efficiency(model, WORLD, link, trees=False)
     sizes = {name: model["parameters"] for name, model in models.items()}
     for name, size in (sizes | {"3 billion parameters": 3e9, "7 billion parameters": 7e9}).items():
-        # weights 4, gradients, which are views into DDP's buckets, 4; momentum 4, or Adam's two averages 8
+        # bytes: weights 4, gradients (views into DDP's buckets) 4, momentum 4 or Adam's two averages 8
         tables["memory"][name] = {"ddp_sgd": 12 * size, "ddp_adam": 16 * size,
                                   **{f"fsdp_adam_{count}": 16 * size / count for count in (8, 64, 1024)}}
     return tables
