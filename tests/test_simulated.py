@@ -64,8 +64,8 @@ def test_variants_train_the_same_model(whole, tmp_path, script, options):
     launch = command(script)
     at = launch.index(script)
     environ = ["--use_env"] if LAUNCH[-1] in launch else []  # else it puts --local-rank between the two programs
-    good(run(*launch[:at], *environ, PROGRAMS / "simulated.py", *launch[at:], *SAME, *options, "--output-dir", tmp_path / "npy",
-             env=CHILD))
+    good(run(*launch[:at], *environ, PROGRAMS / "simulated.py", *launch[at:], *SAME, *options, "--output-dir",
+             tmp_path / "npy", env=CHILD))
     folder = whole[0]
     if script == "train_amp.py":
         folder = tmp_path / "cpu"
