@@ -238,7 +238,7 @@ def alone(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Make drills of the tests in tests/drills, and of those that start a browser."""
+    """Make drills of the tests in tests/drills."""
     for item in items:
-        if ROOT / "tests/drills" in item.path.parents or "browser" in item.fixturenames:
+        if ROOT / "tests/drills" in item.path.parents:
             item.add_marker("drill")

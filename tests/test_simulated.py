@@ -4,6 +4,7 @@ import re
 import pytest
 from conftest import (
     FROM_ROOT,
+    LAUNCH,
     PROGRAMS,
     PYTHON,
     SCRIPTS,
@@ -62,8 +63,9 @@ def test_variants_train_the_same_model(whole, tmp_path, script, options):
     """As train.py does on the CPU; in mixed precision as the same script does there."""
     launch = command(script)
     at = launch.index(script)
-    good(run(*launch[:at], PROGRAMS / "simulated.py", *launch[at:], *SAME, *options, "--output-dir", tmp_path / "npy",
-             env=CHILD))
+    environ = ["--use_env"] if LAUNCH[-1] in launch else []  # else it puts --local-rank between the two programs
+    good(run(*launch[:at], *environ, PROGRAMS / "simulated.py", *launch[at:], *SAME, *options, "--output-dir",
+             tmp_path / "npy", env=CHILD))
     folder = whole[0]
     if script == "train_amp.py":
         folder = tmp_path / "cpu"

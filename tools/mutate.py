@@ -4,7 +4,7 @@
     python tools/mutate.py D1 D2          # these alone, no report
 
 Each runs in a copy of the repository where the wrong lines replace the right ones, so the working tree does not change.
-Writes docs/mutations.md. Exit code 1 if a test stayed green, or failed without the mistake.
+Writes docs/mutations.md. Exit code 1 if a test stayed green.
 """
 import argparse
 import platform
@@ -24,7 +24,7 @@ VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit cod
 
 
 def try_out(trap: texts.Trap) -> tuple[str, str, float]:
-    """Return (verdict, the last line that pytest said, seconds) for a trap that is put back."""
+    """Return (verdict, the first error that pytest reported, seconds) for a trap that is put back."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "repository")

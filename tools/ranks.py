@@ -2,7 +2,7 @@
 
     python -m tools.ranks        # prints as JSON what each of them read, sent and kept
 
-`python -m benchmarks.scaling` writes the result into docs/scaling.md, and tests/test_scaling.py checks it again.
+`python -m benchmarks.scaling` writes the result into docs/scaling.md, and tests/drills/test_scaling.py checks it again.
 
 torch's fake process group answers every collective at once and moves nothing. DDP's own hook needs an answer that this
 group does not give (torch 2.15), so a hook that notes each bucket and returns the rank's own part replaces it.

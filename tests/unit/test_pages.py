@@ -17,7 +17,7 @@ EXAMPLES = runpy.run_path(str(DOCS / "examples/errors.py"))
 ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").read_text().splitlines()
         if line.startswith("| ") and not line.startswith("| the terminal")]
 NAMED = {name: row[0] for row in ROWS for name in re.findall(r"`(\w+)`", row[2]) if not row[2].startswith("Source")}
-PROCESSES = {"shapes", "two_forwards", "peer", "open_files", "shared_memory"}  # tests/test_hangs.py starts them
+PROCESSES = {"shapes", "two_forwards", "peer", "open_files", "shared_memory"}  # tests/drills/test_hangs.py starts them
 
 
 def anchors(path):

@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT, run
 from live import Live
 
-pytestmark = pytest.mark.drill
 BLOCKS = re.findall(r"```console\n(.*?)\n```", (ROOT / "docs/hangs.md").read_text(), re.S)
 COMMANDS = {command: lines.splitlines() for block in BLOCKS
             for command, lines in re.findall(r"^\$ (.+)\n?((?:(?!\$ ).+\n?)*)", block, re.M)}

@@ -9,9 +9,10 @@ from conftest import PYTHON, TORCHRUN, copy_out, distance, epochs, good, run
 from benchmarks.scaling.page import PAGE
 from benchmarks.tables import RESULTS
 from common.datasets import mix
-from tools import ranks
 
-pytestmark = pytest.mark.drill
+ranks = pytest.importorskip("tools.ranks", reason="no psutil: pip install -r requirements-bench.txt",
+                            exc_type=ModuleNotFoundError)
+
 RESULT = json.loads((RESULTS / "scaling.json").read_text())
 
 

@@ -10,7 +10,9 @@ import pytest
 from conftest import PYTHON, ROOT, descendants, good, run
 from live import alive
 
-pytestmark = pytest.mark.drill
+for name in ("psutil", "matplotlib"):
+    pytest.importorskip(name, reason=f"no {name}: pip install -r requirements-bench.txt")
+
 COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_DP.py", "--rounds", "1", "--epochs", "1"]
 
 
