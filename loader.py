@@ -4,7 +4,7 @@
     python loader.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
 
-DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png; without DATA, the script makes a small set in ./data.
+DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script makes a set in ./data.
 In a training script, call build_loader after init_process_group:
 
     loader = build_loader(args)
@@ -107,7 +107,7 @@ class PairLoader:
 
 
 def build_loader(args):
-    """Return an iterable of batches `(images, targets)`, with a length: this process's share of the pairs.
+    """Return this process's share of the pairs: an iterable, with a length, of batches `(images, targets)`.
 
     "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair once, on one
     process; the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError for a

@@ -5,7 +5,7 @@
     python loader_DALI.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
 
-Pairs, order, crops and flips are those of loader.py. On a CPU, pixels differ by at most one level of 255.
+Pairs, order, crops and flips are those of loader.py. On a CPU, pixels differ by at most 1 (of 255).
 
 Parent: loader.py
 """
@@ -181,7 +181,7 @@ class PairLoader:
 
 
 def build_loader(args):
-    """Return an iterable of batches `(images, targets)`, with a length: this process's share of the pairs.
+    """Return this process's share of the pairs: an iterable, with a length, of batches `(images, targets)`.
 
     "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair once, on one
     process; the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError for a

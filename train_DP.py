@@ -110,7 +110,7 @@ def main(args):
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
-            raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
+            raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
         print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
         return

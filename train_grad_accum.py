@@ -149,7 +149,7 @@ def main(args):
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
-            raise errors.UsageError("--evaluate: nothing was loaded; name it with --weights or --resume")
+            raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
         val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
 
         # new # DDP

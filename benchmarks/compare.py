@@ -7,7 +7,7 @@
     python -m benchmarks.compare --show                                     # only the tables and the plot
 
 The tables show the median of a run's epochs after the first, its last accuracy and its peak memory: of its tensors on
-an accelerator, or the resident set of its largest process on a CPU. Every run is saved at once. The next call makes
+an accelerator, or the resident set of its largest process on a CPU. Every run is saved at once. The next call adds
 only the missing runs if hardware, versions, arguments and the scripts' committed code are the same.
 """
 import json
@@ -53,7 +53,7 @@ def one_run(script: str, seed: int, args, processes: int) -> dict:
 
 
 def make_runs(args) -> None:
-    """Make the runs that are missing from the results file."""
+    """Do the runs that are missing from the results file."""
     where = measure.machine(devices.select_device(args.device), "train*.py", "common")
     processes = args.processes or devices.count_processes(args.device)
     task = {name: value for name, value in vars(args).items() if name not in ("scripts", "processes", "rounds", "show")}

@@ -41,7 +41,7 @@ def make_parser(doc: str, epochs: int, batch_size: int, rounds: int | None = Non
 
 
 def task_of(args, epochs: int) -> list[str]:
-    """Return the arguments that give a script the task of this benchmark."""
+    """Return the script arguments that select this benchmark's task."""
     task = {"dataset": args.dataset, "data-path": args.data_path, "model": args.model, "epochs": epochs,
             "batch-size": args.batch_size, "device": args.device}
     return [word for name, value in task.items() if value is not None for word in (f"--{name}", str(value))]

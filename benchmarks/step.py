@@ -6,7 +6,7 @@
 
 It measures the step of the scripts and the same step with one change, interleaved with products of large matrices. The
 rate of these products gives the time that a step's arithmetic needs. It also measures how long a script's loop waits
-for the next batch: an accelerator is idle because of the data for at most this time.
+for the next batch: an accelerator is idle for lack of data for at most this time.
 """
 import contextlib
 import io
@@ -52,7 +52,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Step:
-    """A model, its optimizer and a batch in the host's memory; a call makes one step, as the scripts make it.
+    """A model, its optimizer and a batch in the host's memory; each call takes one step, as the scripts do.
 
     Each option is one change; `floats` sends the images normalized, which is four times the bytes.
     """
@@ -93,11 +93,11 @@ def count_operations(model: torch.nn.Module, image_shape) -> float:
 
 
 def compare_steps(args, device: torch.device, train_set) -> dict:
-    """Return how long the steps take, and the rates of matrices in the same rounds."""
+    """Return how long the steps take, and the rates of the matrix products in the same rounds."""
     rates = {name: matrix_rate(device, dtype) for name, dtype in PRECISIONS.items()}
     bf16_pays = rates["bfloat16"] > rates["float32"]  # otherwise bf16 is slow, and its result is known
     changes = CHANGES | (ON_ACCELERATORS if device.type != "cpu" else {}) | (IN_BF16 if bf16_pays else {})
-    torch.compiler.config.force_disable_caches = True  # a first step must not profit from an earlier run
+    torch.compiler.config.force_disable_caches = True  # a first step must not benefit from an earlier run
     clock(device, Step(args.model, args.batch_size, device, train_set))  # does the one-time setup of the process
     memory = torch.cuda if device.type == "cuda" else None
     steps, rows = {}, {}
@@ -135,7 +135,7 @@ def compare_steps(args, device: torch.device, train_set) -> dict:
 
 
 def watch_epochs(args) -> dict:
-    """Run the script here; return an epoch's seconds, and the share of them that its loop waits for data."""
+    """Run the script here; return an epoch's seconds, and the share of them that its loop spends waiting for data."""
     waits, out = [], io.StringIO()
 
     class Watched(data.DataLoader):

@@ -1,4 +1,4 @@
-"""Files of results, and the tables that docs/speed.md shows of them (`python -m benchmarks.compare --show`)."""
+"""Results files, and the tables in docs/speed.md made from them (`python -m benchmarks.compare --show`)."""
 import collections
 import json
 import re
@@ -30,7 +30,7 @@ def save(path: Path, content: dict) -> None:
 
 
 def read(kind: str) -> list[dict]:
-    """Return the contents of all files of results of this kind."""
+    """Return the contents of all results files of this kind."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
 
 
@@ -123,7 +123,7 @@ def ratio_table(contents: list[dict]) -> str:
 
 
 def pages() -> dict[str, list[str]]:
-    """Return {page: [the text between each pair of marks on it]}, all made of the committed results."""
+    """Return {page: [the text between each pair of marks on it]}, all made from the committed results."""
     floors = read("floor")
     parts = [map(compare_table, read("compare")), [ratio_table(floors)], map(floor_table, floors),
              map(step_table, read("step"))]

@@ -143,7 +143,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def load_file(option: str, path: str | Path) -> dict[str, Any]:
     """Return what `torch.save` wrote to `path`, on the CPU: only tensors and plain values, without executing code.
 
-    The file is memory-mapped, so that the processes of a host share its pages instead of one copy each (`mmap` in
+    The file is memory-mapped, so that the processes of a host share one copy of its pages (`mmap` in
     https://docs.pytorch.org/docs/stable/generated/torch.load.html). Copy any tensor that must outlive the file.
     Raises UsageError, naming `option`, if the file is missing, incomplete or in another format.
     """

@@ -92,8 +92,9 @@ def identify(device: torch.device) -> str:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """If `wanted`, make GPU results bit-identical between runs: slower; operations that cannot do this raise an error.
+    """If `wanted`, make GPU results bit-identical between runs; this is slower.
 
+    Operations without a deterministic version raise an error.
     Following https://docs.pytorch.org/docs/stable/notes/randomness.html, it selects deterministic algorithms, disables
     the search for the fastest convolution and fixes the cuBLAS workspace, which must happen before cuBLAS is used.
     """

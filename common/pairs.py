@@ -122,7 +122,7 @@ def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
         plain = image.format in ("JPEG", "MPO", "PNG") and image.mode != "CMYK"
     except (SyntaxError, struct.error):
         plain = False
-    # A file with another end is truncated or has extra data: only a full decode can tell
+    # A file with a different ending is truncated or has extra data: only a full decode can tell
     if plain and content[-12:].tobytes().endswith(FILE_ENDS):
         width, height = image.size
         return content, (width, height) if exif.get(ORIENTATION) in range(5, 9) else (height, width)

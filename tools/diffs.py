@@ -21,7 +21,7 @@ import markers
 if TYPE_CHECKING:
     from build_page import Script
 
-DIFFERENT = 0.5  # two lines with less in common count as wholly different
+DIFFERENT = 0.5  # two lines with less in common count as completely different
 Pair = tuple[int | None, int | None]
 BARE = re.compile(r"\s*(# new # [\w-]+)?")
 
@@ -95,7 +95,7 @@ def _kind(line: str) -> str:
 
 
 def _pair_up(old: list[str], new: list[str], kind: Callable[[str], str] | None = None) -> list[Pair]:
-    """Return pairs of indices (None for no counterpart), in order, of the lines that have most in common."""
+    """Return pairs of indices (None for no counterpart), in order, of the lines that have the most in common."""
     sides = [[(line, (kind or _kind)(line)) for line in side] for side in (old, new)]
     worth = [[_worth(*one, *other) for other in sides[1]] for one in sides[0]]
     best = [[0.0] * (len(new) + 1) for _ in range(len(old) + 1)]

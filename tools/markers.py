@@ -88,7 +88,7 @@ def compare(path: Path) -> list[Block]:
             first, last = (outside[i][0] if 0 <= i < len(outside) else i * len(lines) for i in (b, next_b))
             here, gone = [block for block in own if first < block.first < last], old[a + 1:next_a]
             moved = not here and a >= 0 and next_a < len(old) and last - first != old[next_a][0] - old[a][0]
-            room = sum(len(code[block.first]) or len(gone) for block in here)  # a comment may replace any number
+            room = sum(len(code[block.first]) or len(gone) for block in here)  # comments replace any number of lines
             lost = [line for _, line in gone if CODE.match(line)]
             if b + 1 == next_b and (moved or len(lost) > room or gone and not here):
                 raise BrokenRule(f"{path.name}:{first}: no block replaces the lines of {parent.name} after this one")

@@ -24,7 +24,7 @@ VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit cod
 
 
 def try_out(trap: texts.Trap) -> tuple[str, str, float]:
-    """Return (verdict, the first error that pytest reported, seconds) for a trap that is put back."""
+    """Return (verdict, the first error that pytest reported, seconds) for a pitfall that is put back."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "repository")
@@ -66,13 +66,13 @@ def main() -> int:
 
 
 def report(rows: list[tuple[texts.Trap, str, str, float]]) -> None:
-    """Write docs/mutations.md: what happened to every trap."""
+    """Write docs/mutations.md: the result for every pitfall."""
     import torch
 
     red = sum(verdict == "red" for _, verdict, _, _ in rows)
     lines = ["# Every pitfall put back", "",
              f"`python tools/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of "
-             f"{len(rows)} pitfalls {red} were seen by the test that docs/pitfalls.md names.", "",
+             f"{len(rows)} pitfalls, {red} were caught by the test that docs/pitfalls.md names.", "",
              "| pitfall | in | test | result | seconds |", "|---|---|---|---|---:|"]
     for trap, verdict, _, seconds in rows:
         test = f"`{trap.test}`" if trap.test.startswith("tests/") else "-"

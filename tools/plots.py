@@ -1,4 +1,4 @@
-"""Draw the plots of the benchmarks from their files of results: `python -m tools.plots` writes both.
+"""Draw the benchmark plots from the results files: `python -m tools.plots` writes both.
 
 `python -m benchmarks.compare` and `python -m benchmarks.scaling` draw theirs again after each measurement.
 """
@@ -15,7 +15,7 @@ COMPARED = {"seconds_per_epoch": "seconds per epoch", "images_per_second": "imag
 
 
 def plot_compare() -> None:
-    """Draw what compare.py measured: a column for each file of results, a row for each quantity, with the spread."""
+    """Draw what compare.py measured: a column for each results file, a row for each quantity, with the spread."""
     contents = read("compare")
     figure = Figure((5.5 * len(contents), 9))
     axes = figure.subplots(len(COMPARED), len(contents), squeeze=False)

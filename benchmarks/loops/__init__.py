@@ -48,7 +48,7 @@ def load(args):
 
 
 def load_usual(args, world_size):
-    """Return a model, plain SGD and a loader, as a library's quick start has them before it prepares them."""
+    """Return a model, plain SGD and a loader, as a library's quick start creates them before preparing them."""
     source, model = load(args)
     optimizer = torch.optim.SGD(model.parameters(), 0.001, 0.9, weight_decay=1e-4)
     return model, optimizer, DataLoader(Pictures(source), args.batch_size // world_size, shuffle=True, drop_last=True)

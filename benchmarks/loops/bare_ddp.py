@@ -1,4 +1,4 @@
-"""The bare step: nothing but DistributedDataParallel's step, on batches made beforehand.
+"""The bare step: nothing but DistributedDataParallel's step, on batches prepared in advance.
 
     torchrun --nproc-per-node=2 -m benchmarks.loops.bare_ddp --dataset digits --model cnn --batch-size 64 --epochs 5
 

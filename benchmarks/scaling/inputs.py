@@ -15,7 +15,7 @@ CNN_IMAGES, RESNET_IMAGES, TRANSFORMER_TOKENS = 64, 256, 8 * 2048  # of a step
 
 
 def transformer() -> nn.Sequential:
-    """Return the units for FSDP2 of a transformer with 1.01 billion parameters in GPT-2's shape, without memory."""
+    """Return FSDP2's units of a transformer with 1.01 billion parameters in GPT-2's shape, allocating no memory."""
     width, context, vocabulary = 2048, 2048, 50304  # the output layer shares the weights of the input's
     with torch.device("meta"):
         body = (nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True, norm_first=True) for _ in range(18))

@@ -29,7 +29,7 @@ def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True
     """Return the seconds of an all-reduce of `size` bytes: one ring on CPUs; on GPUs within each host, then across.
 
     Across hosts each GPU carries one NODE-th of the bytes at the same time: together `size`, through the host's share
-    of the link. NCCL takes a tree if that is faster than the ring; gloo has only the ring.
+    of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring.
     """
     if not on_gpus:
         return ring(processes, size, link["bandwidth"], TCP_LATENCY)
