@@ -109,9 +109,9 @@ class PairLoader:
 def build_loader(args):
     """Return this process's share of the pairs: an iterable, with a length, of batches `(images, targets)`.
 
-    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair once, on one
-    process; the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError for a
-    file that cannot be read.
+    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair exactly once, on
+    one of the processes; the last batch may be smaller. Raises UsageError for mismatched pairs, and
+    ProcessError for a file that cannot be read.
     """
     device = devices.select_device(args.device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)

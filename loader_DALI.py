@@ -162,10 +162,10 @@ class PairLoader:
     def _start(self, epoch):
         self.source = PairSource(self.pair_list, self.cuts, self.sampler, self.batch_size, self.batches,
                                  epoch)
-        on_gpu = self.device.type == "cuda"
+        on_gpu, index = self.device.type == "cuda", self.device.index
         options = {"batch_size": self.batch_size, "num_threads": launch.cores_per_process(),
-                   "device_id": self.device.index if on_gpu else None, "py_num_workers": self.workers,
-                   "py_start_method": "spawn" if on_gpu else "fork"}
+                   "device_id": torch.cuda.current_device() if on_gpu and index is None else index,
+                   "py_num_workers": self.workers, "py_start_method": "spawn" if on_gpu else "fork"}
         pipeline = pair_pipeline(self.source, self.cuts.crop, on_gpu, self.workers, **options)
         self.iterator = DALIGenericIterator([pipeline], ["images", "targets"], auto_reset=True,
                                             last_batch_policy=LastBatchPolicy.PARTIAL)
@@ -183,9 +183,9 @@ class PairLoader:
 def build_loader(args):
     """Return this process's share of the pairs: an iterable, with a length, of batches `(images, targets)`.
 
-    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair once, on one
-    process; the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError for a
-    file that cannot be read.
+    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair exactly once, on
+    one of the processes; the last batch may be smaller. Raises UsageError for mismatched pairs, and
+    ProcessError for a file that cannot be read.
     """
     device = devices.select_device(args.device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)

@@ -31,7 +31,7 @@ def parse_args():
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
-    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="fraction of --lr after all epochs")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
@@ -135,7 +135,7 @@ def main(args):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # new # DP
+            # new # DP: call the wrapper: the model itself would use one device
             loss = F.cross_entropy(parallel_model(normalize(images)), labels)
 
             loss.backward()

@@ -40,7 +40,7 @@ def parse_args():
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
-    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="fraction of --lr after all epochs")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
@@ -146,7 +146,7 @@ def main(args):
     start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
 
     # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
-    # --deterministic: when DDP looks for unused parameters, it keeps its buckets after the first step
+    # --deterministic: looking for unused parameters stops DDP from regrouping its sums after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)

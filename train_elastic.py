@@ -1,12 +1,14 @@
 """Train through interruptions: snapshots within an epoch, a graceful stop on a signal, restarts.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # torch 2.15 and older: without it, restarts fail
     torchrun --nproc-per-node=gpu --max-restarts=3 train_elastic.py --resume auto
     torchrun --nnodes=1:2 --nproc-per-node=gpu --max-restarts=3 --rdzv-id=1 --rdzv-backend=c10d \
         --rdzv-endpoint=HOST1:29400 train_elastic.py --resume auto
     sbatch launch/elastic.sbatch
 
-On SIGTERM or SIGUSR1 it saves a snapshot and exits with code 85. The same command resumes there and
-reaches bit-identical weights. With another number of processes, the weights differ only by rounding.
+On SIGTERM or SIGUSR1 it saves a snapshot and exits with code 85; torchrun itself exits with 1. The same
+command resumes there and reaches bit-identical weights. With another number of processes, the weights
+differ only by rounding.
 
 Parent: train_DDP.py
 """
@@ -49,7 +51,7 @@ def parse_args():
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
-    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="fraction of --lr after all epochs")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
@@ -173,7 +175,7 @@ def main(args):
         raise errors.UsageError(f"--resume: {progress['order']} began this epoch and ends it, not {order}")
 
     # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
-    # --deterministic: when DDP looks for unused parameters, it keeps its buckets after the first step
+    # --deterministic: looking for unused parameters stops DDP from regrouping its sums after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
@@ -215,7 +217,7 @@ def main(args):
 
         model.train()
 
-        # new # elastic
+        # new # elastic: continue the epoch's sum
         loss_sum = torch.full((), train_loss * first_step, device=device)
 
         start = time.perf_counter()
@@ -295,7 +297,7 @@ def main(args):
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", state, **values)
         checkpoint.save_checkpoint(folder / "last.pt", state, **values)
 
-        # new # elastic
+        # new # elastic: only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
 
         scalars = {"loss": train_loss, "val_loss": val_loss, "accuracy": accuracy, "learning_rate": lr,

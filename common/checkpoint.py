@@ -18,6 +18,8 @@ from .reduce import agree, is_main_process
 
 LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when its lease ends: after 90 s on Linux
 
+REQUIRED = {"model", "optimizer", "scheduler", "epoch", "accuracy", "best_accuracy"}  # in every checkpoint
+
 _locks: list[TextIO] = []  # stay open until the process exits
 
 
@@ -169,9 +171,10 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
 
     `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any variant
-    fits; one without a `scaler` leaves the scaler unchanged. The optimizer keeps this command's learning rate, momentum
-    and weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys; without it,
-    a snapshot within an epoch is rejected. Raises UsageError if the file does not fit or differs between processes.
+    fits: what it lacks beyond REQUIRED, such as a `scaler`, stays unchanged. The optimizer keeps this command's rate,
+    momentum and weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys;
+    without it, a snapshot within an epoch is rejected. Raises UsageError if the file does not fit or differs between
+    processes.
     """
     if path == "auto":
         path = Path(output_dir, "last.pt")
@@ -185,7 +188,7 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
 def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] | None) -> tuple[int, float]:
     checkpoint = load_file("--resume", path)
     for name in [*state, "epoch", "accuracy", "best_accuracy"]:
-        if name not in checkpoint and name != "scaler":
+        if name not in checkpoint and name in REQUIRED:
             raise UsageError(f"--resume {path}: has no {name!r}; to load only its weights, use --weights")
     settings = [group.copy() for group in state["optimizer"].param_groups]
     for name, part in state.items():
@@ -205,7 +208,8 @@ def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] |
     changes = _keep_settings(state, settings)
     if is_main_process():
         done = f"{step} steps of epoch {checkpoint['epoch'] + 1} are" if step else f"epoch {checkpoint['epoch']} is"
-        print(f"resume {path}: {done} done, best accuracy {checkpoint['best_accuracy']:.4f}")
+        best = max(checkpoint["best_accuracy"], 0)  # -1 in the first epoch
+        print(f"resume {path}: {done} done, best accuracy {best:.4f}")
         if changes:
             print(f"resume {path}: this command changes {', '.join(changes)}")
     return checkpoint["epoch"] + 1, checkpoint["best_accuracy"]

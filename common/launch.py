@@ -110,15 +110,19 @@ def _first_host(nodes: str) -> str:
         raise UsageError(f"scontrol cannot name the first host of {nodes}; set MASTER_ADDR to its name") from None
 
 
-def serve_store(host: str, port: int, nodes: int) -> dist.TCPStore:
-    """Return a TCPStore that this process serves, on a free port if `port` is 0.
+def serve_store(host: str, port: int, nodes: int, node_rank: int = 0) -> dist.TCPStore | None:
+    """Return a TCPStore that node 0 serves, on a free port if `port` is 0; None on the other nodes.
 
     For one node, it listens only on the address `host`. For several, it listens on all addresses, like torch's other
     stores: on the first host, its own name may resolve to 127.0.1.1, which other hosts cannot reach. Raises UsageError
-    if the port is in use, if `host` is another machine, or if several `nodes` have no port.
+    if the port is in use, if `host` is another machine, if several `nodes` have no port, or for a wrong `node_rank`.
     """
+    if node_rank >= nodes:
+        raise UsageError(f"--node-rank {node_rank}: the {nodes} node(s) of --nnodes have the numbers 0 to {nodes - 1}")
     if nodes > 1 and not port:
         raise UsageError(f"--nnodes {nodes}: the other hosts cannot guess the port; name one with --port")
+    if node_rank:
+        return None
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family) if nodes == 1 else None

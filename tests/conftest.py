@@ -39,9 +39,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def command(script, processes=2):
     """Return the first command of a script's docstring, up to the script's name, and its OPTIONS."""
-    start = re.search(rf"^    (.+) {re.escape(script)}\b", (ROOT / script).read_text(), re.M)[1]
+    found = re.search(rf"^    (?:\w+=\S+ )*(.+) {re.escape(script)}\b", (ROOT / script).read_text(), re.M)
+    start = found[1] if found else ""
     starts = {"python": [PYTHON], "torchrun": [*TORCHRUN, f"--nproc-per-node={processes}"],
               "python -m torch.distributed.launch": [*LAUNCH, f"--nproc_per_node={processes}"]}
+    if start.split(" --")[0] not in starts:
+        raise ValueError(f"{script}: the first command of its docstring starts with none of {', '.join(starts)}")
     return [*starts[start.split(" --")[0]], script, *OPTIONS.get(script, [])]
 
 

@@ -132,7 +132,7 @@ def test_a_script_of_several_parents_takes_each_line_from_one_of_them(family):
     assert family("train_both.py", both) == 0
     assert family("train_both.py", both + "\n    # new # both\n    print(2)\n") == 1
     for lost in ("    print()\n", "import os\n"):
-        with pytest.raises(markers.BrokenRule, match="no block replaces the lines of train_"):
+        with pytest.raises(markers.BrokenRule, match="no block replaces what follows this line in train_"):
             family("train_both.py", both.replace(lost, "", 1))
     with pytest.raises(markers.BrokenRule, match="not in a block"):
         family("train_both.py", both + "    print(2)\n")

@@ -38,6 +38,13 @@ def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
     assert table == found
 
 
+def test_every_script_has_a_section_and_a_place_in_the_decision_tree():
+    scripts = {path.name for path in markers.scripts()}
+    assert set(re.findall(r"^## (\S+\.py)$", (ROOT / "docs/scripts.md").read_text(), re.M)) == scripts
+    assert set(re.findall(r">(\w+\.py)<", (ROOT / "docs/figures/which-script.svg").read_text())) == scripts
+    assert all(name in README.split("![Decision tree.")[1].split("]")[0] for name in scripts)
+
+
 @pytest.mark.drill
 def test_every_option_in_the_readme_and_the_docstrings_exists():
     """Each script's --help is asked once, and also shows that it starts without a device or data."""

@@ -91,7 +91,7 @@ def compare(path: Path) -> list[Block]:
             room = sum(len(code[block.first]) or len(gone) for block in here)  # comments replace any number of lines
             lost = [line for _, line in gone if CODE.match(line)]
             if b + 1 == next_b and (moved or len(lost) > room or gone and not here):
-                raise BrokenRule(f"{path.name}:{first}: no block replaces the lines of {parent.name} after this one")
+                raise BrokenRule(f"{path.name}:{first}: no block replaces what follows this line in {parent.name}")
             for block in here:
                 size = len(gone) if block is here[-1] else block.last - block.first
                 block.removed, gone, body = [at for at, _ in gone[:size]], gone[size:], code[block.first]

@@ -28,6 +28,8 @@ MISTAKES = {
     "train_DDP.py --backend nccl --device cpu": ["--backend nccl", "cpu", "gloo"],
     "train_mp.py --port 70000": ["--port", "'70000'"],
     "train_mp.py --nnodes 2 --ip 127.0.0.1": ["--nnodes 2", "--port"],
+    "train_mp.py --nnodes 2 --node-rank 1": ["--nnodes 2", "--port"],
+    "train_mp.py --nnodes 2 --node-rank 2 --port 29400": ["--node-rank 2", "0 to 1"],
     "loader.py --data-source {tmp}/missing --device cpu": ["--data-source {tmp}/missing", "no folder"],
     # these when the data or the model is there
     "train.py --batch-size 1439": ["--batch-size 1439", "1438"],

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, load
+from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import hold
 
@@ -224,6 +224,15 @@ def test_a_snapshot_of_the_first_epoch_can_be_measured(script, snapshot, capsys)
     module, args = script("train_elastic", "--evaluate", "--resume", "auto")
     module.main(args)
     assert "1 steps of epoch 1 are done" in (said := capsys.readouterr().out) and "accuracy" in said
+
+
+def test_all_scripts_have_the_defaults_of_the_baseline(monkeypatch):
+    defaults = {}
+    for name in SCRIPTS:
+        monkeypatch.setattr(sys, "argv", [name])
+        defaults[name] = vars(importlib.import_module(name.removesuffix(".py")).parse_args())
+    for values in defaults.values():
+        assert {name: values.get(name) for name in defaults["train.py"]} == defaults["train.py"]
 
 
 def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
