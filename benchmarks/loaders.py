@@ -4,9 +4,9 @@
     python -m benchmarks.loaders --rounds 15 --pairs 768
 
 Each round reads one epoch of the same JPEG files with each contender. The bare loop is one process per core that does
-the same work and nothing else. `loader.py` and the PIL loader (the usual published one) have as many workers as cores,
-`loader_DALI` as many threads; on a GPU, it uses the GPU's decoders. "DALI workers" adds two processes that read the
-files. On a busy machine, CPU time per pair says more than pairs per second.
+the same work and nothing else. `loader.py` and the PIL loader (typical of published code) have one worker per
+core. `loader_DALI` has one thread per core; on a GPU, it uses the GPU's decoders. "DALI workers" adds two processes
+that read the files. On a busy machine, CPU time per pair says more than pairs per second.
 """
 import importlib.metadata
 import math

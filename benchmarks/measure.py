@@ -109,8 +109,8 @@ class Contender:
     def turn(self, epochs: int) -> None:
         """Run for `epochs` epochs and note the median of their images/s.
 
-        The pause began early in the first of them. If that takes more than LONG seconds, the pause is subtracted from
-        its time. Otherwise it does not count, and one more epoch runs.
+        The pause began early in the first of them. If this epoch takes more than LONG seconds, the pause is subtracted
+        from its time. Otherwise, the epoch is discarded and one more runs.
         """
         paused = time.perf_counter() - self.paused_at
         self._signal(psutil.Process.resume)

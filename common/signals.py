@@ -28,7 +28,7 @@ def end_with_launcher() -> None:
 
 
 def note_signals(*names: str) -> threading.Event:
-    """From now on, only note these signals, however often they arrive; return the `threading.Event` that they set.
+    """Make these signals set an event instead of ending the process; return that `threading.Event`.
 
     This thread blocks them, so the loader workers that it starts inherit the block: see `shield_worker`.
     """

@@ -224,7 +224,7 @@ def _slug(heading: str) -> str:
 
 
 def _as_read(line: str) -> str:
-    """Return a line as the texts name it: without indentation, and only the reason of a marker."""
+    """Return a line as the texts quote it: without indentation, and reduced to the reason if it is a marker."""
     match = markers.MARKER.fullmatch(line)
     return f"# {match[2]}" if match and match[2] else line.strip()
 

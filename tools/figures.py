@@ -255,7 +255,7 @@ def which_script() -> Drawing:
     questions = [
         ("Do you only need to load pairs of images?", None),
         ("Is one device enough?", "train.py"),
-        ("Is this a quick try with a second GPU?", "train_DP.py"),
+        ("Is this a quick test with a second GPU?", "train_DP.py"),
         ("Do you start it from an IDE or a debugger?", "train_mp.py"),
         ("Is the batch too large for memory?", "train_grad_accum.py"),
         ("Can the job be stopped before it ends?", "train_elastic.py"),

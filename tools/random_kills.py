@@ -154,7 +154,7 @@ def main() -> None:
         columns = ["script", "kills", "at start-up", "at any moment", "in a save", "of them the launcher",
                    "runs completed", "saved epochs or snapshots lost", "final files bit-equal", "seconds"]
         head = (f"# kill -9, at random\n\nWritten by `{command}` on {time.strftime('%Y-%m-%d')}; it stops at the first"
-                f" thing lost.\n\n| {' | '.join(columns)} |\n|---|{'---:|' * 7}---|---:|\n")
+                f" loss.\n\n| {' | '.join(columns)} |\n|---|{'---:|' * 7}---|---:|\n")
         Path(args.report).write_text(head + "\n".join(lines) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The quick start of Lightning Fabric: the same model and batches; plain SGD, and data as in usual_ddp.py.
+"""Lightning Fabric's quick start, with the scripts' model and batches, plain SGD and usual_ddp.py's data.
 
     torchrun --nproc-per-node=2 -m benchmarks.loops.fabric_loop --model cnn --batch-size 64 --epochs 5
 """

@@ -1,4 +1,4 @@
-"""The inputs of the model: the CNN's step, timed here on one thread; parameters and operations, counted."""
+"""The model's inputs: the CNN's step time, measured here on one thread, and counts of parameters and operations."""
 import time
 
 import torch
@@ -10,7 +10,7 @@ from benchmarks.step import Step, count_operations
 from benchmarks.tables import ratio, spread
 from common import datasets
 
-FLOPS = 989e12 * 0.4  # the peak of an H100 in bfloat16, and the share that is reached: see docs/scaling.md
+FLOPS = 989e12 * 0.4  # the bfloat16 peak of an H100, and the fraction that training reaches: see docs/scaling.md
 CNN_IMAGES, RESNET_IMAGES, TRANSFORMER_TOKENS = 64, 256, 8 * 2048  # of a step
 
 
