@@ -1,14 +1,14 @@
-"""Run every training script as a user would launch it, and compare them: a table and the plot of docs/speed.md.
+"""Launch every training script as a user would, and compare them in the tables and the plot of docs/speed.md.
 
     pip install -r requirements.txt -r requirements-bench.txt
     python -m benchmarks.compare                                            # digits: ten minutes on two cores
-    python -m benchmarks.compare --dataset fashion-mnist --rounds 3         # 75 minutes there
+    python -m benchmarks.compare --dataset fashion-mnist --rounds 3         # 75 minutes on two cores
     python -m benchmarks.compare --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda
     python -m benchmarks.compare --show                                     # only the tables and the plot
 
-The tables show the median of a run's epochs after the first, its last accuracy and its peak memory: of its tensors on
-an accelerator, or the resident set of its largest process on a CPU. Every run is saved at once. The next call adds
-only the missing runs if hardware, versions, arguments and the scripts' committed code are the same.
+For each run, the tables use the median over its epochs after the first, its last accuracy and its peak memory: that of
+its tensors on an accelerator, or the resident set size of its largest process on a CPU. It saves each run at once. The
+next call adds only the missing runs if hardware, versions, arguments and the scripts' committed code are the same.
 """
 import json
 import os
@@ -26,7 +26,7 @@ from tools import plots
 
 
 def one_run(script: str, seed: int, args, processes: int) -> dict:
-    """Run a script to its end; return what it prints about itself, and what the system reports about it."""
+    """Run a script to completion; return the figures that it prints and those that the operating system reports."""
     command = measure.launch_script(processes, script, *measure.task_of(args, args.epochs), "--seed", str(seed),
                                     "--output-dir", f"runs/compare/{script}")
     begin = time.perf_counter()
@@ -76,8 +76,8 @@ def make_runs(args) -> None:
 def main() -> None:
     scripts = measure.training_scripts()
     parser = measure.make_parser(__doc__, epochs=10, batch_size=64, rounds=5)
-    parser.add_argument("--scripts", nargs="+", choices=scripts, help="default: all but train_amp.py, for devices that "
-                        "are fast in bf16", default=[script for script in scripts if script != "train_amp.py"])
+    parser.add_argument("--scripts", nargs="+", choices=scripts, help="default: all but train_amp.py, which needs "
+                        "fast bf16", default=[script for script in scripts if script != "train_amp.py"])
     parser.add_argument("--processes", type=cli.positive_int, help="default: one for each accelerator, or 2 on a CPU")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Compare the scripts with the bare step and with other loops: ratios, interleaved in one run.
+"""Compare the speed of the scripts with that of the bare step and of other loops, interleaved in one run.
 
     python -m benchmarks.floor                                                    # five minutes on two cores
     python -m benchmarks.floor --model resnet18 --rounds 3 --epochs 1 --scripts train_DDP.py        # 25 minutes there
@@ -24,7 +24,7 @@ LIBRARIES = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 
 
 def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
-    """Yield each contender's name and command, except where its library is missing; `alone` is one process."""
+    """Yield each contender's name and command, except where its library is missing; `alone` names the lone process."""
     task = measure.task_of(args, epochs=100_000)
     for name in ["bare step", *args.others]:
         if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
@@ -55,7 +55,7 @@ def figures(contenders: dict[str, measure.Contender], alone: str | None) -> dict
 
 def main() -> None:
     parser = measure.make_parser(__doc__, epochs=4, batch_size=128, rounds=9)
-    parser.add_argument("--processes", type=cli.positive_int, default=2, help="of each contender")
+    parser.add_argument("--processes", type=cli.positive_int, default=2, help="processes of each contender")
     parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="add train_amp.py if bf16 is fast here")
     parser.add_argument("--others", nargs="*", choices=list(LOOPS)[1:], default=list(LOOPS)[1:], help="loops to run")
     args = parser.parse_args()

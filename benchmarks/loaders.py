@@ -3,8 +3,8 @@
     python -m benchmarks.loaders
     python -m benchmarks.loaders --rounds 15 --pairs 768
 
-Each round reads one epoch of the same JPEG files with each contender. The bare loop is one process per core that does
-the same work and nothing else. `loader.py` and the PIL loader (typical of published code) have one worker per
+Each round reads one epoch of the same JPEG files with each contender. The bare loop runs one process per core, which
+does the same work and nothing else. `loader.py` and the PIL loader (typical of published code) have one worker per
 core. `loader_DALI` has one thread per core; on a GPU, it uses the GPU's decoders. "DALI workers" adds two processes
 that read the files. On a busy machine, CPU time per pair says more than pairs per second.
 """
@@ -31,7 +31,7 @@ from common import cli, devices, errors, launch, pairs
 WIDTH, HEIGHT, RESIZE, CROP, BATCH, SEED = 640, 480, 256, 224, 8, 1234
 RATIOS = {("loader.py", "bare loop"): 0.85, ("loader.py", "PIL loader"): 2.0,  # the lowest acceptable ratios
           ("loader_DALI", "loader.py"): "-", ("loader_DALI", "bare loop"): "-"}
-FIRST_BATCH = 0.2  # seconds at most, in epochs after the first
+FIRST_BATCH = 0.2  # seconds; the limit for the first batch of a later epoch
 CORES = launch.cores_per_process()
 LIBRARIES = ("torchvision", "pillow", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
 
@@ -49,7 +49,7 @@ def make_files(folder: Path, count: int) -> None:
 
 
 def bare_work(pair_list: list) -> int:
-    """Do the work of a loader on some pairs, batch after batch, and return their number."""
+    """Do a loader's work on some pairs, batch by batch; return the number of pairs."""
     for first in range(0, len(pair_list), BATCH):
         chosen = pair_list[first:first + BATCH]
         batch = torch.empty(2, len(chosen), 3, CROP, CROP, dtype=torch.uint8)
@@ -89,7 +89,7 @@ def read_epoch(batches, device: torch.device) -> tuple[int, float]:
 
 
 def contenders(folder: Path, device: torch.device, with_dali: bool) -> dict:
-    """Return a function for each contender, by name: it reads one epoch and returns what `read_epoch` does."""
+    """Return {name: function}, one for each contender: it reads one epoch and returns the same as `read_epoch`."""
     args = SimpleNamespace(data_source=folder, split="train", img_dir="img", gt_dir="gt", resize=RESIZE,
                            crop=CROP, batch_size=BATCH, workers=CORES, seed=SEED, device=str(device))
     pair_list = pairs.find_pairs(folder, "train", "img", "gt")
@@ -112,7 +112,7 @@ def cpu_seconds() -> float:
 
 
 def report(runs: list[dict]) -> str:
-    """Return two tables: what each contender reached, and ratios within the rounds."""
+    """Return two tables: the results of each contender, and ratios within the rounds."""
     found = {run["contender"]: ([], [], []) for run in runs}
     for run in runs:
         values = run["pairs"] / run["seconds"], 1000 * run["cpu_seconds"] / run["pairs"], run["first_batch_seconds"]
@@ -130,11 +130,11 @@ def report(runs: list[dict]) -> str:
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--rounds", type=cli.positive_int, default=9, help="epochs of each contender")
-    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="pairs of images, copies of 48")
+    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="pairs of images; at most 48 are distinct")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
     args = parser.parse_args()
     device = devices.select_device(args.device)
-    torch.set_num_threads(1)  # only here: the cores are for the processes that decode
+    torch.set_num_threads(1)  # only in this process: it leaves the cores to those that decode
     versions = {package.name.lower(): package.version for package in importlib.metadata.distributions()
                 if package.name.lower() in LIBRARIES}
     settings = {"pairs": args.pairs, "image": [WIDTH, HEIGHT], "resize": RESIZE, "crop": CROP, "batch_size": BATCH}

@@ -1,7 +1,7 @@
-"""What the benchmarks share: their arguments, how to start a script, and how several programs take turns.
+"""Code shared by the benchmarks: it parses arguments, starts scripts, and lets several programs take turns.
 
-The speed of a shared machine changes by tens of percent within minutes, so programs that are compared must not run one
-after the other. They take turns of a second or two, under the same load.
+The speed of a shared machine changes by tens of percent within minutes, so a comparison must not run one program
+after the other. Instead, the programs take turns of a second or two, under the same load.
 """
 import contextlib
 import os
@@ -21,22 +21,22 @@ import torch
 from benchmarks.tables import ROOT, spread
 from common import cli, datasets, models
 
-LONG = 5  # seconds: the scripts print hundredths of one
+LONG = 5  # seconds; the scripts print times to 0.01 s
 EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* accuracy (?P<accuracy>[\d.]+) .*)? (?P<seconds>[\d.]+) s  "
                    r"(?P<speed>[\d,]+) images/s(?:  (?P<peak_mib>[\d,]+) MiB)?\n?")
 
 
 def make_parser(doc: str, epochs: int, batch_size: int, rounds: int | None = None) -> cli.ArgumentParser:
-    """Return a parser for all benchmarks' arguments, with these defaults; without `rounds` there is no --rounds."""
+    """Return a parser for the arguments that benchmarks share, with these defaults; no `rounds` means no --rounds."""
     parser = cli.ArgumentParser(doc)
     parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to train on")
-    parser.add_argument("--data-path", default="data", help="where the data is, or is downloaded to")
+    parser.add_argument("--data-path", default="data", help="folder for the data, downloaded if missing")
     parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
-    parser.add_argument("--epochs", type=cli.positive_int, default=epochs, help="per run; in floor.py, per turn")
+    parser.add_argument("--epochs", type=cli.positive_int, default=epochs, help="epochs per run; in floor.py, per turn")
     parser.add_argument("--batch-size", type=cli.positive_int, default=batch_size, help="over all processes")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
     if rounds:
-        parser.add_argument("--rounds", type=cli.positive_int, default=rounds, help="how often to measure everything")
+        parser.add_argument("--rounds", type=cli.positive_int, default=rounds, help="how many times to measure")
     return parser
 
 
@@ -53,7 +53,7 @@ def training_scripts() -> list[str]:
 
 
 def launch(processes: int, target: str, *arguments: str) -> list[str]:
-    """Return the command that starts a script or a module under torchrun, or by itself for 0 processes."""
+    """Return the command that starts a script or a module under torchrun, or without a launcher for 0 processes."""
     words = [target, *arguments] if target.endswith(".py") else ["-m", target, *arguments]
     if processes:
         with socket.create_server(("", 0)) as server:  # a free port: --standalone's rendezvous does not survive pauses
@@ -63,7 +63,7 @@ def launch(processes: int, target: str, *arguments: str) -> list[str]:
 
 
 def launch_script(processes: int, script: str, *arguments: str) -> list[str]:
-    """Return the command that starts a script as its docstring does: with or without a launcher, and its options."""
+    """Return the command that starts a script as its docstring does: its launcher, if any, and its options."""
     doc = (ROOT / script).read_text().split('"""')[1]
     options = {"--nprocs": processes, "--accum-steps": 2}
     extra = [word for name, value in options.items() if name in doc for word in (name, str(value))]
@@ -72,13 +72,13 @@ def launch_script(processes: int, script: str, *arguments: str) -> list[str]:
 
 
 def read_epochs(lines: Iterable[str]) -> Iterator[dict[str, float]]:
-    """Yield what each line about an epoch reports: its seconds and speed; from a script, accuracy and memory too."""
+    """Yield the values in each epoch's line: seconds and speed and, if a script prints it, accuracy and memory."""
     for match in filter(None, map(EPOCH.fullmatch, lines)):
         yield {name: float(text.replace(",", "")) for name, text in match.groupdict().items() if text}
 
 
 def in_turns(names: list[str], rounds: int) -> list[tuple[int, str]]:
-    """Return (round, name) for each name in each round; each round begins with another name."""
+    """Return (round, name) for each name in each round; each round starts with the next name."""
     return [(number, names[(place + number) % len(names)]) for number in range(rounds) for place in range(len(names))]
 
 
@@ -88,7 +88,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 class Contender:
-    """One launch, paused after its first epoch except during its turns; an epoch trains on this many `images`."""
+    """One launch, paused after its first epoch except during its turns; each epoch trains on `images` images."""
 
     def __init__(self, command: list[str], images: int, threads: int | None = None):
         self.command, self.images, self.speeds, self.between = command, images, [], []
@@ -107,7 +107,7 @@ class Contender:
         self.paused_at = self._signal(psutil.Process.suspend)
 
     def turn(self, epochs: int) -> None:
-        """Run for `epochs` epochs and note the median of their images/s.
+        """Run for `epochs` epochs and record the median of their images/s.
 
         The pause began early in the first of them. If this epoch takes more than LONG seconds, the pause is subtracted
         from its time. Otherwise, the epoch is discarded and one more runs.
@@ -129,7 +129,7 @@ class Contender:
         self.speeds.append(spread(speeds)["median"])
 
     def end(self) -> None:
-        """Kill the launch: its command has more epochs than it needs."""
+        """Kill the launch: its command asks for more epochs than are needed."""
         if self.process.poll() is None:
             self._signal(psutil.Process.kill)
         self.process.wait()
@@ -142,13 +142,13 @@ class Contender:
 
     def _signal(self, action):
         for process in family(self.process.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):  # Ctrl-C ends it, too
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ctrl-C also ends the process
                 action(process)
         return time.perf_counter()
 
 
 def machine(device: torch.device, *paths: str) -> dict:
-    """Return what figures depend on: hardware, versions, and the last commit that changed `paths` (default: any)."""
+    """Return what results depend on: hardware, versions, and the last commit that changed `paths` (default: any)."""
     name, vectors = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
     if Path("/proc/cpuinfo").exists():
         text = Path("/proc/cpuinfo").read_text()

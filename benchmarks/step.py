@@ -4,9 +4,9 @@
     python -m benchmarks.step --model resnet18 --rounds 5                                          # ten minutes there
     python -m benchmarks.step --model resnet18 --dataset fake --batch-size 512 --script train_amp.py --device cuda
 
-It measures the step of the scripts and the same step with one change, interleaved with products of large matrices. The
-rate of these products gives the time that a step's arithmetic needs. It also measures how long a script's loop waits
-for the next batch: an accelerator is idle for lack of data for at most this time.
+It measures the scripts' step, and the same step with one change at a time, interleaved with products of large matrices.
+The rate of these products gives the time that a step's arithmetic needs. It also measures how long a script's loop
+waits for the next batch: an accelerator is idle for lack of data for at most this time.
 """
 import contextlib
 import io
@@ -54,7 +54,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 class Step:
     """A model, its optimizer and a batch in the host's memory; each call takes one step, as the scripts do.
 
-    Each option is one change; `floats` sends the images normalized, which is four times the bytes.
+    Each option makes one change; `floats` sends normalized images, which have four times as many bytes.
     """
 
     def __init__(self, model, batch_size, device, train_set, contiguous=False, fused=None, compiled=False, floats=False,
@@ -85,7 +85,7 @@ class Step:
 
 
 def count_operations(model: torch.nn.Module, image_shape) -> float:
-    """Return the operations of forward and backward for one image, by definition; Winograd's algorithm needs fewer."""
+    """Return the nominal operations of forward and backward for one image; Winograd's algorithm needs fewer."""
     device = next(model.parameters()).device
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, *image_shape, device=device)).sum().backward()
@@ -135,12 +135,12 @@ def compare_steps(args, device: torch.device, train_set) -> dict:
 
 
 def watch_epochs(args) -> dict:
-    """Run the script here; return an epoch's seconds, and the share of them that its loop spends waiting for data."""
+    """Run the script in this process; return the seconds of an epoch, and the share that its loop waits for data."""
     waits, out = [], io.StringIO()
 
     class Watched(data.DataLoader):
         def __iter__(self):
-            waits.extend([0.0] * self.drop_last)  # the training data alone
+            waits.extend([0.0] * self.drop_last)  # only for the training data
             begin = time.perf_counter()
             for batch in super().__iter__():
                 waits[-1] += self.drop_last * (time.perf_counter() - begin)
@@ -158,7 +158,7 @@ def watch_epochs(args) -> dict:
 def main() -> None:
     parser = measure.make_parser(__doc__, epochs=5, batch_size=128, rounds=15)
     scripts = [name for name in measure.training_scripts() if name != "train_mp.py"]  # its loops run in other processes
-    parser.add_argument("--script", default="train.py", choices=scripts, help="all its epochs but the first count")
+    parser.add_argument("--script", default="train.py", choices=scripts, help="its first epoch does not count")
     args = parser.parse_args()
     if args.epochs < 2:
         raise errors.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")

@@ -67,7 +67,7 @@ def caption(content: dict, rounds: str, *task: str) -> str:
 
 
 def compare_table(content: dict) -> str:
-    """Return what compare.py measured."""
+    """Return a table of compare.py's results."""
     forms, rows = {"seconds_per_epoch": ".2f", "images_per_second": ",.0f", "accuracy": ".4f"}, []
     numbers = collections.Counter(run["script"] for run in content["runs"])
     for script in sorted(numbers):
@@ -82,7 +82,7 @@ def compare_table(content: dict) -> str:
 
 
 def floor_table(content: dict) -> str:
-    """Return what floor.py measured."""
+    """Return a table of floor.py's results."""
     args = content["arguments"]
     rows = [[name, around(row["images_per_second"], ",.0f"), around(row["of_the_bare_step"]),
              f"{row['start_up_seconds']:.1f}", f"{max(0, row['between_epochs_seconds']['median']):.2f}"]
@@ -95,7 +95,7 @@ def floor_table(content: dict) -> str:
 
 
 def step_table(content: dict) -> str:
-    """Return what step.py measured."""
+    """Return a table of step.py's results."""
     args, script, share = content["arguments"], content["script"], content["arithmetic_share"]
     rates = {name: rate["median"] / 1e9 for name, rate in content["matrix_rate"].items()}
     rows = [[name, around(row["milliseconds"], ",.1f"), around(row["times_as_fast"]),
@@ -111,7 +111,7 @@ def step_table(content: dict) -> str:
 
 
 def ratio_table(contents: list[dict]) -> str:
-    """Return one table with the ratios of all that floor.py measured."""
+    """Return one table with the ratios from all results of floor.py."""
     rows = []
     for content in contents:
         args, where = content["arguments"], content["machine"]

@@ -170,8 +170,8 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
            progress: dict[str, Any] | None = None) -> tuple[int, float]:
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
 
-    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any variant
-    fits: what it lacks beyond REQUIRED, such as a `scaler`, stays unchanged. The optimizer keeps this command's rate,
+    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any script
+    fits: optional parts that it lacks, such as a `scaler`, stay unchanged. The optimizer keeps this command's rate,
     momentum and weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys;
     without it, a snapshot within an epoch is rejected. Raises UsageError if the file does not fit or differs between
     processes.

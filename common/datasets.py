@@ -1,9 +1,9 @@
 """Datasets: `create_datasets` returns the training and validation sets of any of DATASETS.
 
-`__getitems__(indices)` returns a whole batch as tensors: `uint8` images (N, C, H, W) and `int64` labels (N,). So a
-DataLoader collates nothing (`collate_fn=whole_batch`) and sends a quarter of the bytes of floats; `Normalize` converts
-them on the device. Augmentation depends only on `(seed, epoch, index)`, so that any number of processes and workers
-trains on the same images.
+`__getitems__(indices)` returns a whole batch as tensors: `uint8` images (N, C, H, W) and `int64` labels (N,). A
+DataLoader then has nothing to collate (`collate_fn=whole_batch`), and sends a quarter of the bytes of floats. On the
+device, `Normalize` converts them. Augmentation depends only on `(seed, epoch, index)`, so that any number of processes
+and workers trains on the same images.
 """
 import json
 import random

@@ -83,8 +83,8 @@ def lost_the_others(error: BaseException) -> bool:
 def report_errors() -> Iterator[None]:
     """Run a script in this context: it prints one line for each expected failure and sets the exit code.
 
-    If all processes know the cause, the main process reports it. Otherwise the process where it happened does, with
-    its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. Any other
+    If all processes know the cause, the main process reports it. Otherwise, the process that failed does, with its
+    rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. Any other
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
     After a failure, the process flushes its output and exits at once. It does not destroy the process group: that
     waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within a node).

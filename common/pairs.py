@@ -192,7 +192,7 @@ def motion_blur(image: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     reach, (height, width) = length // 2, image.shape[1:]
     padded = F.pad(image, (reach,) * 4, mode="replicate")
     blurred = torch.zeros_like(image)
-    for step in range(-reach, reach + 1):  # on a CPU, a tenth of a convolution's time
+    for step in range(-reach, reach + 1):  # on a CPU, ten times as fast as a convolution
         top, left = round(reach + step * math.sin(angle)), round(reach + step * math.cos(angle))
         blurred += padded[:, top:top + height, left:left + width]
     return blurred / length

@@ -3,8 +3,8 @@
     python launch/ray_train.py --num-workers 2 -- --epochs 5
     python launch/ray_train.py --max-failures 3 -- --dataset cifar100 --model resnet18 --resume auto
 
-The arguments after `--` go to train_DDP.py. Ray replaces torchrun and join_group(): the group exists when a worker
-starts. All hosts of a cluster need this repository under the same path and must share --output-dir.
+The arguments after `--` go to train_DDP.py. Ray replaces torchrun and join_group(): the group already exists when
+a worker starts. All hosts of a cluster need this repository under the same path and must share --output-dir.
 """
 import argparse
 import os

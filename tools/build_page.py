@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 
 @dataclasses.dataclass
 class Script:
-    """A script on the page; `blocks` are its own blocks, `marked` all of them, `docstring_end` counts from 1."""
+    """A script on the page; `blocks` are its own, `marked` includes its ancestors', `docstring_end` is 1-based."""
 
     path: Path
     lines: list[str]
@@ -57,7 +57,7 @@ def read_scripts(root: Path = ROOT) -> Scripts:
         text, parents = path.read_text(), [parent.name for parent in markers.parents_of(path)]
         first, *rest = (ast.get_docstring(ast.parse(text)) or "").split("\n")
         commands = [line.strip() for line in rest if re.match(rf"    (pip |.*\b{path.name})", line)]
-        commands.sort(key=lambda command: path.name not in command)  # noqa: B023, because it is called here
+        commands.sort(key=lambda command: path.name not in command)  # noqa: B023, because sort() calls it at once
         found[path.name] = Script(path, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
                                   ast.parse(text).body[0].end_lineno or 0, first, commands)
     ordered: dict[str, Script] = {}
@@ -86,7 +86,7 @@ def read_uses(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
-    """Return [(id, heading, script lines it is shown beside)] for the sections of how-it-works.md."""
+    """Return [(id, heading, script lines to show it beside)] for the sections of how-it-works.md."""
     parts = []
     for section in re.split(r"^(?=## )", path.read_text(), flags=re.M)[1:]:
         heading = section.split("\n", 1)[0].removeprefix("## ")
@@ -123,7 +123,7 @@ def build(root: Path = ROOT) -> str:
 def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> tuple[dict, dict]:
     """Return (the data for page.js, {(left, right): changed lines})."""
     table: list[str] = []
-    places: dict[str, int] = {}  # the scripts share most of their lines: keep each once
+    places: dict[str, int] = {}  # the scripts share most lines, so store each line once
 
     def place(line: str) -> int:
         if line not in places:
@@ -182,7 +182,7 @@ def _tree(scripts: Scripts, counts: dict, uses: dict[str, tuple[str, str]], pare
 
 
 def _prose(path: Path, docs: Path) -> str:
-    """Return one of the texts as HTML, with its pictures, and links to the page's own anchors."""
+    """Return one of the texts as HTML, with its pictures inline and its links changed to the page's own anchors."""
     how = path.name == "how-it-works.md"
 
     def identify(heading: str) -> str:
@@ -224,7 +224,7 @@ def _slug(heading: str) -> str:
 
 
 def _as_read(line: str) -> str:
-    """Return a line as the texts quote it: without indentation, and reduced to the reason if it is a marker."""
+    """Return a line as the texts quote it: without indentation; for a marker, only the reason."""
     match = markers.MARKER.fullmatch(line)
     return f"# {match[2]}" if match and match[2] else line.strip()
 

@@ -6,7 +6,7 @@ A comparison is a list of steps that walk down both scripts:
     "a3"                three lines that only the right script has; "l3": three lines that only the left one has
     "A1", "L1", "B1"    a line that does not count (blank, a marker without a reason) on the right, the left or both
     ["r", [0, 4], []]   a replaced line, and the ranges of characters that differ on the left and on the right
-    ["g", reason, ...]  a change begins; the answer of `notes_for` follows the reason
+    ["g", reason, ...]  a change begins; what `notes_for` returns follows the reason
 """
 import collections
 import difflib
@@ -21,7 +21,7 @@ import markers
 if TYPE_CHECKING:
     from build_page import Script
 
-DIFFERENT = 0.5  # two lines with less in common count as completely different
+DIFFERENT = 0.5  # two lines less similar than this count as completely different
 Pair = tuple[int | None, int | None]
 BARE = re.compile(r"\s*(# new # [\w-]+)?")
 
@@ -31,8 +31,8 @@ def compare(left: "Script", right: "Script",
     """Return (steps, changed lines, changes) from script `left` to `right`, which must not be an ancestor of `left`.
 
     `notes_for(left_lines, right_lines)` returns the notes to show beside a change; if `left` is the only parent,
-    only the child's lines count. For a child, the changed lines are those of its blocks. For any other pair,
-    each stretch that differs adds the larger number of code lines of the two sides.
+    it receives only the child's lines. For a child, the changed lines are those of its blocks. For any other pair,
+    each stretch that differs adds the number of code lines on the longer side.
     """
     child = right.parents == [left.name]
     steps = _docstrings(left, right)
@@ -67,19 +67,19 @@ def _at(lines: list[str], index: int | None) -> str | None:
 
 
 def is_code(line: str) -> bool:
-    """Return whether a line is neither blank nor comment."""
+    """Return whether a line is neither blank nor a comment."""
     return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _counts(old: str | None, new: str | None, child: bool) -> bool:
-    """Return whether a row shows a change; in a child, a marker without a reason does, too."""
+    """Return whether a row shows a change; in a child, so does a marker without a reason."""
     if child and new and new.strip():
         return True
     return any(line and not BARE.fullmatch(line) for line in (old, new))
 
 
 def _anchors(left: "Script", right: "Script") -> list[tuple[int, int]]:
-    """Return the pairs of line numbers, after the docstrings, at which the two scripts are equal."""
+    """Return the pairs of line numbers, after the docstrings, where the two scripts have the same line."""
     old, new = markers.numbered(left.path, []), markers.numbered(right.path, [])
     if right.parents == [left.name]:
         removed = {number for block in right.blocks for number in block.removed}
@@ -95,7 +95,7 @@ def _kind(line: str) -> str:
 
 
 def _pair_up(old: list[str], new: list[str], kind: Callable[[str], str] | None = None) -> list[Pair]:
-    """Return pairs of indices (None for no counterpart), in order, of the lines that have the most in common."""
+    """Align similar lines; return the pairs of their indices in order, with None for a missing counterpart."""
     sides = [[(line, (kind or _kind)(line)) for line in side] for side in (old, new)]
     worth = [[_worth(*one, *other) for other in sides[1]] for one in sides[0]]
     best = [[0.0] * (len(new) + 1) for _ in range(len(old) + 1)]
@@ -108,7 +108,7 @@ def _pair_up(old: list[str], new: list[str], kind: Callable[[str], str] | None =
         if worth[a][b] and best[a][b] == worth[a][b] + best[a + 1][b + 1]:
             pairs.append((a, b))
             a, b = a + 1, b + 1
-        elif best[a][b] == best[a][b + 1]:  # the new line first: a marker opens what it marks
+        elif best[a][b] == best[a][b + 1]:  # put the new line first: a marker precedes what it marks
             pairs.append((None, b))
             b += 1
         else:
@@ -148,7 +148,7 @@ def _docstrings(left: "Script", right: "Script") -> list:
 
 
 def _changes(old: list[str], new: list[str], child: bool) -> Iterator[list[Pair]]:
-    """Pair the lines of one stretch that differs; a child's marker starts a new change."""
+    """Split one stretch that differs into changes and pair their lines; a child's marker starts a new change."""
     change: list[Pair] = []
     begun = False
     for a, b in _pair_up(old, new):
@@ -174,7 +174,7 @@ def _step(old: str | None, new: str | None, child: bool = False) -> str | list:
 
 
 def _parts(old: str, new: str) -> tuple[list[int], list[int]]:
-    """Return the ranges of characters that differ in two versions of a line; none if they have little in common."""
+    """Return the character ranges that differ between two versions of a line; none if the versions differ too much."""
     names = [collections.Counter(re.findall(r"[^\W_]+", line)) for line in (old, new)]
     if 2 * (names[0] & names[1]).total() < DIFFERENT * (names[0] + names[1]).total():
         return [], []

@@ -1,7 +1,7 @@
 """Draw the figures of README.md and how-it-works.md: `python tools/figures.py` writes docs/figures/*.svg.
 
-Each figure has a light and a dark theme. An SVG file follows the reader's system settings, and the page
-follows its own theme button.
+Each figure has a light and a dark theme. A separate SVG file follows the system's theme; on the page, the theme
+button selects it.
 """
 import html
 import math
@@ -17,7 +17,7 @@ THEMES = {
              "soft": "#9aa4b1", "blue": "#6ea8ec", "orange": "#e8a15c", "green": "#6cc588",
              "purple": "#c79be6"},
 }
-COLORS = ["blue", "orange", "green", "purple"]  # of the processes, by rank
+COLORS = ["blue", "orange", "green", "purple"]  # one per process, by rank
 
 
 class Drawing:

@@ -1,13 +1,13 @@
-"""Check how each script differs from its parents, and that its `# new # TAG` blocks say so.
+"""Check that the `# new # TAG` blocks of each script mark exactly where it differs from its parents.
 
-    python tools/markers.py          # each script, its parents and its changed lines, or the first broken rule
+    python tools/markers.py          # prints scripts, parents and numbers of changed lines, or the first broken rule
 
-1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is what the file name adds: amp, DDP.
-2. A block runs to the next blank line. It covers the whole of a `def` or `class` that begins in it.
+1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is the file name after `_`: amp, DDP.
+2. A block runs to the next blank line, and includes all of any `def` or `class` that begins in it.
 3. The module docstring names the parents (`Parent: train.py` or `Parents: A.py, B.py`) and is exempt.
-4. Everything else, including ancestors' blocks and blank lines, is in a parent. A script's own block replaces each
-   missing line.
-5. Each own block changes something, repeats no line that the parent has there, and has no commented-out code.
+4. Everything else, including ancestors' blocks and blank lines, is also in a parent. If a parent's line is missing,
+   one of the script's own blocks replaces it.
+5. Each of a script's own blocks changes something and repeats no line that it replaces. No code is commented out.
 """
 import ast
 import dataclasses
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = re.compile(r"\s*[^\s#]")  # neither blank nor comment
+CODE = re.compile(r"\s*[^\s#]")  # neither blank nor a comment
 MARKER = re.compile(r"\s*# new # ([\w-]+)(?:: (\S.*))?")
 COMMENTED_OUT = re.compile(r"\s*# ?([\w.]+(\[.*\])? [-+*/]?= \S|[\w.]+\(.*\)$|import \w|from \S+ import |return\b)")
 
@@ -68,14 +68,14 @@ def find_blocks(path: Path) -> list[Block]:
 
 
 def numbered(path: Path, without: list[Block]) -> list[tuple[int, str]]:
-    """Return the numbered lines of a script that are not blank, without its docstring and some of its blocks."""
+    """Return a script's non-blank lines with their numbers, without its docstring and the blocks `without`."""
     lines, skip = path.read_text().splitlines(), ast.parse(path.read_text()).body[0].end_lineno or 0
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip() and number > skip
             and not any(block.first <= number <= block.last for block in without)]
 
 
 def compare(path: Path) -> list[Block]:
-    """Return a script's own blocks, with what each replaces and changes; raise BrokenRule for a broken rule."""
+    """Return a script's own blocks, with `removed` and `changed` set; raise BrokenRule if it breaks a rule."""
     own = [block for block in find_blocks(path) if block.tag == path.stem.partition("_")[2]]
     lines, outside, known = path.read_text().splitlines(), numbered(path, own), set[int]()
     code = {block.first: [line for line in lines[block.first:block.last] if CODE.match(line)] for block in own}

@@ -1,10 +1,10 @@
-"""Reintroduce every pitfall of docs/pitfalls.md, one at a time, and check that the test that it names fails.
+"""Reintroduce every pitfall of docs/pitfalls.md, one at a time, and check that the test named there fails.
 
     python tools/mutate.py                # all of them (20 minutes on 2 cores), and the report
-    python tools/mutate.py D1 D2          # these alone, no report
+    python tools/mutate.py D1 D2          # only these, without a report
 
-Each runs in a copy of the repository where the wrong lines replace the right ones, so the working tree does not change.
-Writes docs/mutations.md. Exit code 1 if a test stayed green.
+Each test runs in a copy of the repository with the wrong lines instead of the right ones, so the working tree does not
+change. The report is docs/mutations.md. Exit code 1 if a test stays green.
 """
 import argparse
 import platform
@@ -19,12 +19,12 @@ import texts
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 400  # a mistake that makes a run hang counts as detected: the tests end hung runs, this ends the tests
+SECONDS = 400  # a run that hangs counts as detected: the tests end hung runs, and this limit ends hung tests
 VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit codes
 
 
 def try_out(trap: texts.Trap) -> tuple[str, str, float]:
-    """Return (verdict, the first error that pytest reported, seconds) for a pitfall that is put back."""
+    """Put a pitfall back and run its test; return (verdict, the first error that pytest reports, seconds)."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "repository")
@@ -45,7 +45,7 @@ def try_out(trap: texts.Trap) -> tuple[str, str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of a pitfall, such as D1 (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a pitfall, such as D1 (default: all)")
     names = parser.parse_args().names
     traps = texts.read_traps(ROOT / "docs/pitfalls.md")
     if set(names) - set(traps):

@@ -1,20 +1,20 @@
 "use strict"
 // Shows two scripts side by side. tools/diffs.py aligns their lines when the page is built.
 
-const CONTEXT = 3 // unchanged lines that stay in sight beside a change
+const CONTEXT = 3 // unchanged lines to keep visible before and after a change
 const byId = id => document.getElementById(id)
 const {scripts, tags, table, pairs, traps, parts} = JSON.parse(byId("data").textContent)
 const numberOf = Object.fromEntries(scripts.map((script, number) => [script.name, number]))
 const FIRST = scripts.findIndex(script => script.parents.length) // the default: the first script that has a parent
 const narrow = matchMedia("(max-width: 60rem)")
 
-let left, right // the numbers of the scripts that are shown
-let current = -1 // the change that was stepped to
+let left, right // the numbers of the two scripts shown
+let current = -1 // the index of the selected change, or -1
 let unfolded = false
 let scrollToIt = true
 const hiddenTags = new Set() // the numbers of the tags whose blocks are hidden
 
-for (const script of scripts) { // the number of the tag of each line that stands in a block
+for (const script of scripts) { // tagAt: the number of the tag of each line in a block
   script.tagAt = []
   for (const [first, last, tag] of script.blocks) {
     for (let line = first; line <= last; line++) script.tagAt[line] = tags.indexOf(tag)
@@ -47,7 +47,7 @@ function stretches() {
   let i = 0, j = 0, here
   const open = (kind, more) => found.push(here = {kind, rows: [], ...more})
   const both = (kind, from = [], to = []) => here.rows.push({kind, i: i++, j: j++, from, to})
-  const settle = () => { // blank lines behind a change are not part of it
+  const settle = () => { // blank lines after a change are not part of it
     if (here.kind === "same") return
     const rows = []
     while (here.rows.length && "ALB".includes(here.rows.at(-1).kind)) rows.unshift(here.rows.pop())
@@ -81,7 +81,7 @@ function stretches() {
   return found.filter(({rows}) => rows.length)
 }
 
-// Takes the lines of hidden blocks out of a row; what faced one stays, alone.
+// Removes lines of hidden blocks from a row; the line on the other side stays.
 function withoutHidden(row) {
   const gone = (number, line) => line !== null && hiddenTags.has(scripts[number].tagAt[line])
   const [noI, noJ] = [gone(left, row.i), gone(right, row.j)]
@@ -89,7 +89,7 @@ function withoutHidden(row) {
   return {kind: noI ? "a" : "l", i: noI ? null : row.i, j: noJ ? null : row.j}
 }
 
-// ---------------------------------------------------------------- showing it
+// ---------------------------------------------------------------- drawing
 
 function codeOf(side, line) {
   return table[scripts[side ? right : left].lines[line]].replace(/<span class="co">(# new # [\w-]+)(.*?)<\/span>/,
@@ -112,7 +112,7 @@ function codeCell(side, line, kind, ranges) {
   const code = codeOf(side, line)
   const indent = code.match(/^ */)[0].length
   const shown = (indent ? `<span class="indent">${" ".repeat(indent)}</span>` : "") +
-    code.slice(indent).replace(/\.(?=[a-z_])/g, "<wbr>.").replace(/\((?!\))/g, "(<wbr>") // long lines break there
+    code.slice(indent).replace(/\.(?=[a-z_])/g, "<wbr>.").replace(/\((?!\))/g, "(<wbr>") // long lines may break there
   const marks = ranges && ranges.length ? ` data-parts="${ranges}"` : ""
   return `<td class="c s${side} ${kind}${tagClass(side, line)}"${indent ? ` style="--i:${indent}"` : ""}${marks}>${shown}</td>`
 }
@@ -210,7 +210,7 @@ function draw() {
   drawHead(changes)
 }
 
-// One button for each tag of the two scripts; it hides the tag's blocks.
+// Draws a button for each tag of the two scripts; it shows or hides the tag's blocks.
 function drawTags() {
   const present = new Set([...scripts[left].tagAt, ...scripts[right].tagAt].filter(tag => tag !== undefined))
   byId("tags").hidden = !present.size
@@ -227,7 +227,7 @@ function toggleTag(tag) {
   say(`${tags[tag]} blocks ${hiddenTags.has(tag) ? "hidden" : "shown"}`)
 }
 
-// Wraps the characters from `first` to `last` of a cell in <ins> or <del>, piece by piece.
+// Wraps the characters from `first` to `last` of a cell in <ins> or <del>, one text node at a time.
 function mark(cell, first, last) {
   const tag = cell.classList.contains("add") ? "ins" : "del"
   const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT)
@@ -282,7 +282,7 @@ function show(choice) {
 // ---------------------------------------------------------------- stepping, folding, copying
 
 const changeList = () => [...document.querySelectorAll("#diff .change")]
-let view = stored("view") // as chosen; until then by the width of the window
+let view = stored("view") // the reader's choice; until then, the window's width decides
 const isUnified = () => (view || (narrow.matches ? "unified" : "split")) === "unified"
 
 function step(to, focus = true) {
@@ -302,7 +302,7 @@ function step(to, focus = true) {
   history.replaceState(null, "", `${address()}:${current + 1}`)
 }
 
-// Next to the change that was stepped to, if it is still in sight; else next to what is.
+// Steps from the selected change if it is still visible, otherwise from the visible part of the page.
 function move(by) {
   const changes = changeList()
   const box = changes[current]?.getBoundingClientRect()
@@ -359,7 +359,7 @@ async function copy(text, button, what) {
   say(`copied ${what}`)
 }
 
-// ---------------------------------------------------------------- what people do
+// ---------------------------------------------------------------- user input
 
 function choose() {
   scrollToIt = false
@@ -397,7 +397,7 @@ document.addEventListener("keydown", event => {
   act()
 })
 
-// The text of a pitfall is taken from its place further down when somebody asks for it.
+// When the reader opens a pitfall beside a change, copies its text from the section Pitfalls.
 document.addEventListener("toggle", event => {
   const body = event.target.querySelector?.(".body")
   if (!event.target.dataset?.trap || !event.target.open || body.childNodes.length) return
@@ -407,14 +407,14 @@ document.addEventListener("toggle", event => {
   body.insertAdjacentHTML("beforeend", `<p><a href="#${name}">all pitfalls, from ${name}</a></p>`)
 }, true)
 
-// Selecting code with the mouse takes one script, not both.
+// Selecting code with the mouse selects only one of the two scripts.
 byId("diff").addEventListener("mousedown", event => {
   const cell = event.target.closest(".split .c")
   if (cell) cell.closest("table").className = cell.closest("table").className.replace(/ picked-\d|$/, "") +
     (cell.classList.contains("s0") ? " picked-0" : " picked-1")
 })
 
-// ---------------------------------------------------------------- theme and paper
+// ---------------------------------------------------------------- theme and printing
 
 const darkSystem = matchMedia("(prefers-color-scheme: dark)")
 
@@ -433,7 +433,7 @@ byId("theme").addEventListener("click", () => {
 darkSystem.addEventListener("change", drawTheme)
 narrow.addEventListener("change", redraw)
 
-// What is printed is the part of the page that is being read.
+// Prints only the section that the reader is looking at.
 addEventListener("beforeprint", () => {
   const middle = innerHeight / 2
   const section = [...document.querySelectorAll("main > section")]
@@ -449,7 +449,7 @@ function arrive() {
   byId("compare-title").focus({preventScroll: true})
 }
 
-let clicked = false // back and forward go where they were; a link goes to the comparison
+let clicked = false // a link scrolls to the comparison; back and forward restore the old position
 document.addEventListener("click", event => { clicked = Boolean(event.target.closest("a")) }, true)
 
 addEventListener("hashchange", () => {

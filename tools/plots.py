@@ -1,6 +1,6 @@
-"""Draw the benchmark plots from the results files: `python -m tools.plots` writes both.
+"""Draw the benchmark plots from the results files: `python -m tools.plots` draws all of them.
 
-`python -m benchmarks.compare` and `python -m benchmarks.scaling` draw theirs again after each measurement.
+`python -m benchmarks.compare` and `python -m benchmarks.scaling` also redraw their own plot.
 """
 import json
 
@@ -15,7 +15,7 @@ COMPARED = {"seconds_per_epoch": "seconds per epoch", "images_per_second": "imag
 
 
 def plot_compare() -> None:
-    """Draw what compare.py measured: a column for each results file, a row for each quantity, with the spread."""
+    """Plot the results of compare.py, with their spread: one column per results file, one row per quantity."""
     contents = read("compare")
     figure = Figure((5.5 * len(contents), 9))
     axes = figure.subplots(len(COMPARED), len(contents), squeeze=False)
@@ -42,7 +42,7 @@ def plot_compare() -> None:
 
 
 def plot_scaling() -> None:
-    """Draw the efficiency over the number of processes: a picture for each model, a line for each link."""
+    """Plot efficiency against the number of processes: one panel per model, one line per link."""
     models = json.loads((RESULTS / "scaling.json").read_text())["inputs"]["models"]
     counts, figure = [2 ** power for power in range(11)], Figure((11, 3.6), layout="constrained")
     axes = figure.subplots(1, len(models), sharey=True)

@@ -3,10 +3,10 @@
     python tools/random_kills.py --kills 50                       # about 20 minutes; writes docs/random-kills.md
     python tools/random_kills.py --kills 5 --scripts train_mp.py --report -
 
-Each script first runs undisturbed. Then a second run is killed again and again, and restarted with --resume auto until
-it completes. After every kill, all processes of the launch end by themselves, last.pt is complete and no older than
-before or than the reported epochs, and the next start resumes from it. In the end, last.pt and best.pt are identical
-bit for bit to those of the undisturbed run, including the optimizer state.
+Each script first runs undisturbed. Then the tool kills a second run again and again, and restarts it with --resume auto
+until it completes. After every kill, all processes of the launch must end by themselves. last.pt must be complete, must
+not go back and must include every reported epoch; the next start must resume from it. In the end, last.pt and best.pt
+must be bit-identical to those of the undisturbed run, including the optimizer state.
 """
 import argparse
 import collections
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # it runs the scripts as the tests do
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # this tool runs the scripts as the tests do
 from conftest import ROOT, SCRIPTS, command, load, same  # noqa: E402
 from live import Live  # noqa: E402
 
@@ -47,7 +47,7 @@ def position(path: Path) -> tuple[int, int]:
 
 
 def wait_for_save(live: Live, folder: Path, skip: int) -> bool:
-    """Return True in the middle of a save (the `skip`th from now), False if the run ends first."""
+    """Skip `skip` saves and return True during the next one; return False if the run ends first."""
     before: set[str] = set()
     while live.process.poll() is None:
         now = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")}
@@ -59,7 +59,7 @@ def wait_for_save(live: Live, folder: Path, skip: int) -> bool:
 
 
 def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[str, str] | None:
-    """Start a run and kill one of its processes; return what was killed, and when, or None if it finished first."""
+    """Start a run and kill one of its processes; return what was killed and when, or None if the run finished first."""
     arguments = [*command, "--output-dir", folder]
     before = position(folder / "last.pt")
     with Live(*arguments) as live:
@@ -132,10 +132,10 @@ def disturb(script: str, kills: int, seed: int) -> tuple[collections.Counter[tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="over all scripts together")
+    parser.add_argument("--kills", type=int, default=50, help="number of kills in total, over all scripts")
     parser.add_argument("--scripts", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", default=str(ROOT / "docs/random-kills.md"), help="- for none")
+    parser.add_argument("--report", default=str(ROOT / "docs/random-kills.md"), help="file to write; - for none")
     args = parser.parse_args()
     lines = []
     for number, script in enumerate(args.scripts):

@@ -1,11 +1,11 @@
-"""Run train_DDP.py's own `main` as some of 1,024 ranks, one after the other; check that they divide the work exactly.
+"""Run train_DDP.py's `main` as a few of 1,024 ranks, one after the other; check that they divide the work exactly.
 
-    python -m tools.ranks        # prints as JSON what each of them read, sent and kept
+    python -m tools.ranks        # prints what each of these ranks read, sent and kept, as JSON
 
 `python -m benchmarks.scaling` writes the result into docs/scaling.md, and tests/drills/test_scaling.py checks it again.
 
-torch's fake process group answers every collective at once and moves nothing. DDP's own hook needs an answer that this
-group does not give (torch 2.15), so a hook that notes each bucket and returns the rank's own part replaces it.
+torch's fake process group completes every collective at once and moves no data. DDP's own hook needs a result that this
+group does not return (torch 2.15). The hook used here records each bucket and returns the rank's own part.
 """
 import contextlib
 import functools
@@ -59,7 +59,7 @@ def play(rank: int, folder: str, batch_size: int = BATCH) -> dict:
         answer.set_result(bucket.buffer().div_(WORLD))
         return answer
 
-    def size(tensors):  # of their storages, each once: a gradient may be a view into a bucket
+    def size(tensors):  # of their storages, counting each once: a gradient may be a view into a bucket
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     register_optimizer_step_post_hook(lambda optimizer, *_: optimizers.append(optimizer))
@@ -92,7 +92,7 @@ def shard(rank: int) -> int:
 
 
 def simulate() -> dict:
-    """Return what `play` and `shard` find for some of the ranks."""
+    """Return the results of `play` and `shard` for some of the ranks."""
     torch.set_num_threads(1)  # more threads are slower for work this small
     datasets._fake = functools.cache(datasets._fake)  # make the images once for all ranks
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
@@ -116,7 +116,7 @@ def shares_of_all(samples: int = 50_000) -> tuple[list[int], list[list[int]]]:
 def check(found: dict) -> dict:
     """Check the results of `simulate` for WORLD ranks and summarize them; raise AssertionError if a check fails.
 
-    The ranks that did not run are DistributedSamplers that get their rank as an argument; those that ran must be equal.
+    A DistributedSampler with an explicit rank gives the share of each rank; the ranks that ran must match these shares.
     """
     order, shares = shares_of_all()
     val_samples, share, steps = 10_000, BATCH // WORLD, len(order) // BATCH
@@ -127,7 +127,7 @@ def check(found: dict) -> dict:
         assert one["bytes"] == first["bytes"] and one["buckets"] == first["buckets"]
     for step in range(steps):
         parts = [indices[step * share:(step + 1) * share] for indices in shares]
-        dealt = [index for row in zip(*parts) for index in row]  # one of each rank, in turn
+        dealt = [index for row in zip(*parts) for index in row]  # one sample from each rank in turn
         assert dealt == order[step * BATCH:(step + 1) * BATCH], f"step {step} is not the single process's batch"
     validated = sorted(index for rank in range(WORLD) for index in range(rank, val_samples, WORLD))
     assert validated == list(range(val_samples))

@@ -1,4 +1,4 @@
-"""Read the pitfalls, and turn Markdown into HTML with colored code."""
+"""Read the pitfalls, and render Markdown as HTML with syntax highlighting."""
 import dataclasses
 import html
 import re
@@ -11,7 +11,7 @@ import pygments.token
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-CLASSES = [  # of the colors in page.css; the first match counts
+CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Comment, "co"), (pygments.token.String.Interpol, ""), (pygments.token.String, "st"),
     (pygments.token.Number, "nu"), (pygments.token.Keyword, "ke"), (pygments.token.Operator.Word, "ke"),
     (pygments.token.Name.Function, "fu"), (pygments.token.Name.Class, "fu"),
@@ -45,7 +45,7 @@ class Trap:
     test: str
 
     def put_back(self, text: str) -> str:
-        """Return a file's text with the wrong lines; TextError unless it contains the right lines exactly once."""
+        """Return a file's text with the wrong lines; raise TextError unless it has the right lines exactly once."""
         lines, right = text.splitlines(), self.right.splitlines()
         found = [start for start in range(len(lines) - len(right) + 1)
                  if textwrap.dedent("\n".join(lines[start:start + len(right)])) == self.right]
@@ -59,7 +59,7 @@ class Trap:
 
 
 def read_traps(path: Path) -> dict[str, Trap]:
-    """Return the pitfalls of a file by name; TextError if one does not have the required form."""
+    """Return the pitfalls of a file by name; raise TextError if one does not have the required form."""
     traps: dict[str, Trap] = {}
     for section in re.split(r"^(?=### )", path.read_text(), flags=re.M)[1:]:
         heading, body = section.split("\n", 1)
@@ -86,7 +86,7 @@ def read_traps(path: Path) -> dict[str, Trap]:
 
 
 def color(text: str, language: str = "python") -> list[str]:
-    """Return the lines of a program as HTML, with colors."""
+    """Return the lines of a program as HTML with syntax highlighting."""
     lexer = pygments.lexers.get_lexer_by_name(language, stripnl=False, ensurenl=False)
     lines = [""]
     for kind, value in lexer.get_tokens(text):
@@ -111,8 +111,8 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
 
     `identify(heading)` returns a heading's id, `link(target)` a link's target on the page, and
     `picture(source, description)` the HTML of a picture. Headings are one level lower on the page. A section of level
-    3 becomes an article with its id. A block of `console` becomes commands. HTML comments and the field Beside are
-    left out.
+    3 becomes an article with its id. A `console` block becomes commands. The result omits HTML comments and the
+    field Beside.
     """
     markdown = _markdown()
     tokens = [token for token in markdown.parse(text) if token.type != "html_block"]
@@ -140,7 +140,7 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
             about = f' class="{field[1].lower()}"' if field else ""
             if image.type == "image" and len(token.children or []) == 1:
                 parts.append(picture(str(image.attrs["src"]), image.content))
-            elif not token.content.startswith("**Beside:**"):  # that is for the comparison
+            elif not token.content.startswith("**Beside:**"):  # only the comparison uses it
                 inner = _inline(markdown, token, link)
                 before = tokens[number - 1]
                 parts.append(f"<p>{inner}</p>" if before.type == "paragraph_open" and not before.hidden else inner)

@@ -41,7 +41,7 @@ def join(args):
 
 
 def load(args):
-    """Return the training set and a new model, equal on all processes."""
+    """Return the training set and a new model, identical on all processes."""
     source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     torch.manual_seed(0)
     return source, models.create_model(args.model, source.num_classes, source.image_shape)

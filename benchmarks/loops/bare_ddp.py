@@ -19,7 +19,7 @@ def prepare(args):
     normalize = datasets.Normalize(train_set).to(device)
     local_batch_size = args.batch_size // dist.get_world_size()
     batches = []
-    for index in range(4):  # so few that caches may hold them, like the fresh batches of a loader
+    for index in range(4):  # few enough for caches to hold them, like a loader's fresh batches
         samples = [(index * local_batch_size + n) % len(train_set) for n in range(local_batch_size)]
         images, labels = train_set.__getitems__(samples)
         images = normalize(images.to(device)).contiguous(memory_format=torch.channels_last)

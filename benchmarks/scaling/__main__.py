@@ -1,7 +1,7 @@
-"""Scaling on paper: how DDP's efficiency falls from 1 to 1,024 processes, and what the scripts do among 1,024 ranks.
+"""Model how DDP's efficiency falls from 1 to 1,024 processes, and check what train_DDP.py does as one of 1,024 ranks.
 
-    python -m benchmarks.scaling                                   # half a minute: measures, simulates, writes it all
-    python -m benchmarks.scaling --render                          # the tables and the plot again, from the same inputs
+    python -m benchmarks.scaling                                   # measures, simulates, writes; half a minute
+    python -m benchmarks.scaling --render                          # writes tables and plot again, from the same inputs
     python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of your own model
 
 It writes benchmarks/results/scaling.json and scaling.png, and the marked parts of docs/scaling.md.

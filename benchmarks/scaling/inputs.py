@@ -1,4 +1,4 @@
-"""The model's inputs: the CNN's step time, measured here on one thread, and counts of parameters and operations."""
+"""Inputs of model.py: the CNN's step time, measured here on one thread, and counts of parameters and operations."""
 import time
 
 import torch
@@ -11,12 +11,12 @@ from benchmarks.tables import ratio, spread
 from common import datasets
 
 FLOPS = 989e12 * 0.4  # the bfloat16 peak of an H100, and the fraction that training reaches: see docs/scaling.md
-CNN_IMAGES, RESNET_IMAGES, TRANSFORMER_TOKENS = 64, 256, 8 * 2048  # of a step
+CNN_IMAGES, RESNET_IMAGES, TRANSFORMER_TOKENS = 64, 256, 8 * 2048  # per step
 
 
 def transformer() -> nn.Sequential:
     """Return FSDP2's units of a transformer with 1.01 billion parameters in GPT-2's shape, allocating no memory."""
-    width, context, vocabulary = 2048, 2048, 50304  # the output layer shares the weights of the input's
+    width, context, vocabulary = 2048, 2048, 50304  # the output layer shares the token embedding's weights
     with torch.device("meta"):
         body = (nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True, norm_first=True) for _ in range(18))
         ends = nn.Embedding(vocabulary, width), nn.Embedding(context, width), nn.LayerNorm(width)
@@ -24,7 +24,7 @@ def transformer() -> nn.Sequential:
 
 
 def measure(seconds: float = 6) -> dict:
-    """Return the inputs."""
+    """Measure and return the inputs."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     step = Step("cnn", CNN_IMAGES, device, datasets.create_datasets("fake", "", 0, "")[0])
@@ -38,7 +38,7 @@ def measure(seconds: float = 6) -> dict:
         backward.append(time.perf_counter() - middle)
         step.optimizer.step()
         times.append(time.perf_counter() - start)
-    times, backward = times[20:], backward[20:]  # the first ones choose kernels
+    times, backward = times[20:], backward[20:]  # the first steps also choose kernels
     with torch.device("meta"):
         nets = {"CNN": step.model, "ResNet-50": resnet50(), "1B transformer": transformer()}
     size = {name: sum(weight.numel() for weight in net.parameters()) for name, net in nets.items()}

@@ -1,16 +1,16 @@
-"""How long a training step takes on 1 to 1,024 processes, from the model's size, its step on one, and the links."""
+"""Predict a training step's time on 1 to 1,024 processes from the model's size, its time on one, and the links."""
 import math
 
 PROCESSES, WORLD = [1, 2, 8, 16, 64, 256, 1024], 1024
-NODE = 8  # GPUs of one host
+NODE = 8  # GPUs per host
 BUCKET = 25 * 2 ** 20  # bytes: DistributedDataParallel's bucket_cap_mb
-LINKS = {  # bytes/s into and out of one host, and the seconds of one hop; docs/scaling.md has the sources
+LINKS = {  # bytes/s into and out of one host, and seconds per hop; docs/scaling.md cites the sources
     "10 Gb/s a host": {"bandwidth": 10e9 / 8, "latency": 50e-6},
     "100 Gb/s a host": {"bandwidth": 100e9 / 8, "latency": 14e-6},
     "400 Gb/s a GPU": {"bandwidth": NODE * 400e9 / 8, "latency": 14e-6}}
 NVLINK = {"bandwidth": 450e9, "latency": 3.4e-6}  # bytes/s in each direction between the GPUs of one host
 TCP_LATENCY = 50e-6  # of gloo, at any bandwidth
-BACKWARD = 2 / 3  # of a step
+BACKWARD = 2 / 3  # fraction of a step
 REMEDIES = {"plain": {}, "accumulate": {"micro_batches": 4}, "bf16": {"compress": 2},
             "both": {"micro_batches": 4, "compress": 2}}
 
@@ -26,9 +26,9 @@ def tree(count: int, size: float, bandwidth: float, latency: float) -> float:
 
 
 def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True) -> float:
-    """Return the seconds of an all-reduce of `size` bytes: one ring on CPUs; on GPUs within each host, then across.
+    """Return the seconds of an all-reduce of `size` bytes: one ring on CPUs; on GPUs, within hosts, then across.
 
-    Across hosts each GPU carries one NODE-th of the bytes at the same time: together `size`, through the host's share
+    Across hosts, each GPU sends 1 / NODE of the bytes at the same time: together `size` bytes, over the host's share
     of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring.
     """
     if not on_gpus:
@@ -39,7 +39,7 @@ def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True
 
 
 def bucket_time(model: dict, processes: int, link: dict, compress=1, trees=True) -> tuple[int, float]:
-    """Return the number of DDP's buckets and the seconds of the all-reduce of one."""
+    """Return the number of DDP's buckets and the seconds of one bucket's all-reduce."""
     buckets = max(1, math.ceil(4 * model["parameters"] / BUCKET))
     size = 4 * model["parameters"] / compress / buckets
     return buckets, all_reduce(processes, size, link, model["on_gpus"], trees)
@@ -55,16 +55,16 @@ def step_time(model: dict, processes: int, link: dict, micro_batches=1, **option
     if processes == 1:
         return micro_batches * seconds
     buckets, one = bucket_time(model, processes, link, **options)
-    computed = BACKWARD * seconds / buckets  # of the backward pass, for each bucket
+    computed = BACKWARD * seconds / buckets  # of the backward pass, per bucket
     last = (1 - BACKWARD) * seconds + computed + (buckets - 1) * max(computed, one) + one
     return (micro_batches - 1) * seconds + last
 
 
 def sharded_step_time(model: dict, processes: int, link: dict) -> float:
-    """Return the seconds of one step under FSDP2: a gather in the forward pass, another and a scatter in the backward.
+    """Return the seconds of one step under FSDP2: a gather in forward, a gather and a scatter in backward.
 
-    Each is half an all-reduce, in a ring (NCCL has no tree for them across hosts of several GPUs), and hides behind the
-    computation of another unit, except the first gather and the last scatter.
+    Each takes half the time of a ring all-reduce (NCCL has no tree for them across multi-GPU hosts). All but the
+    first gather and the last scatter overlap with the computation of another unit.
     """
     seconds, units = model["step_seconds"], model["units"]
     half = all_reduce(processes, 4 * model["parameters"] / units, link, trees=False) / 2
@@ -74,7 +74,7 @@ def sharded_step_time(model: dict, processes: int, link: dict) -> float:
 
 
 def shortest_step(model: dict, processes: int, link: dict, wanted=0.9) -> float:
-    """Return the seconds that a process must compute in a step for an efficiency of `wanted` under plain DDP."""
+    """Return the seconds of computation per step that plain DDP needs for an efficiency of `wanted`."""
     buckets, one = bucket_time(model, processes, link)
     behind = buckets * one / (1 / wanted - (1 - BACKWARD) - BACKWARD / buckets)  # if sending is slower than backward
     return max(one / (1 / wanted - 1), behind)
@@ -86,7 +86,7 @@ def efficiency(model: dict, processes: int, link: dict, micro_batches=1, **optio
 
 
 def compute(models: dict) -> dict:
-    """Return all figures that follow from the models (of `measure`)."""
+    """Return all tables that follow from the `models` of `measure`."""
     tables = {"efficiency": {}, "remedies": {}, "ninety": {}, "rings_alone": {}, "memory": {}}
     for name, model in models.items():
         for row, link in ((f"{name}, {where}", link) for where, link in LINKS.items()

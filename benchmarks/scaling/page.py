@@ -24,7 +24,7 @@ def size_of(size: float) -> str:
 
 
 def render(result: dict) -> list[str]:
-    """Return the generated parts of the page, in their order, from what scaling.json holds."""
+    """Return the generated parts of the page, in page order, from the contents of scaling.json."""
     found, tables, world, models = result["inputs"], result["tables"], result["world"], result["inputs"]["models"]
     steps = {name: time_of(model["step_seconds"]) for name, model in models.items()}
     parts = [
