@@ -5,8 +5,7 @@
 1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is the file name after `_`: amp, DDP.
 2. A block runs to the next blank line, and includes all of any `def` or `class` that begins in it.
 3. The module docstring names the parents (`Parent: train.py` or `Parents: A.py, B.py`) and is exempt.
-4. Everything else, including ancestors' blocks and blank lines, is also in a parent. If a parent's line is missing,
-   one of the script's own blocks replaces it.
+4. Everything else, including ancestors' blocks and blank lines, is in a parent. An own block replaces any missing line.
 5. Each of a script's own blocks changes something and repeats no line that it replaces. No code is commented out.
 """
 import ast
