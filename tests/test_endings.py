@@ -82,7 +82,7 @@ def test_ctrl_c_ends_what_the_script_has_started(tmp_path):
     assert [line for line in live.err if line.strip()] == ["train_mp.py: error: interrupted"]
 
 
-@pytest.mark.parametrize("launcher", [[*LAUNCH, "--nproc_per_node=2"], None])
+@pytest.mark.parametrize("launcher", [pytest.param([*LAUNCH, "--nproc_per_node=2"], marks=pytest.mark.drill), None])
 def test_a_batch_that_the_processes_cannot_share(tmp_path, launcher):
     """One line of ours, also under a launcher, which adds a report of its own and exits with 1."""
     command = [*launcher, "train_DDP.py"] if launcher else [PYTHON, "train_mp.py"]

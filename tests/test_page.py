@@ -77,6 +77,7 @@ def test_a_right_line_that_no_file_has_is_refused():
         trap.put_back("sampler.set_epochs(epoch)\n")
 
 
+@pytest.mark.drill
 def test_what_how_it_works_says_can_be_seen():
     text = (DOCS / "how-it-works.md").read_text()
     commands = re.findall(r"```console\n(.*?)\n```", text)

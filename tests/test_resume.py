@@ -40,6 +40,7 @@ def test_one_process_measures_what_two_reported(finished):
     assert said.strip().endswith(f"accuracy {reported['accuracy']:.4f}  top5 {reported['top5']:.4f}")
 
 
+@pytest.mark.drill
 def test_no_thread_of_the_backend_is_left_when_python_ends(finished, tmp_path):
     """One that still holds a tensor then aborts the process, once in some launches, when all its work is done."""
     said = good(run(PYTHON, PROGRAMS / "last_threads.py", "train_DDP.py", "--evaluate", "--weights",
@@ -75,6 +76,7 @@ def test_a_save_that_breaks_off_spares_what_was_saved(finished, tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.drill
 def test_weights_that_fit_are_taken_and_the_others_listed(finished, photos, tmp_path):
     """From digits (1 channel, 10 classes) to photos (3 channels, 3 classes): the layers between are taken."""
     result = good(run(PYTHON, "train_DDP.py", "--weights", finished[0] / "best.pt", "--dataset", "folder",

@@ -40,7 +40,6 @@ def test_trains_bit_for_bit_as_on_the_cpu(whole):
     assert same(on_cpu, on_device)
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize("start", [SIMULATED, [PYTHON]], ids=["on the device", "on the CPU"])
 def test_resumes_from_the_device(whole, tmp_path, start):
     folder = whole[1]
@@ -56,7 +55,6 @@ def test_a_checkpoint_of_the_device_names_it(whole):
         torch.load(whole[1] / "last.pt", weights_only=True)
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize(("script", "options"), [*((script, []) for script in SCRIPTS if script != "train.py"),
                                                  ("train_amp.py", ["--precision", "fp16", "--freeze-layers"])])
 def test_variants_train_the_same_model(whole, tmp_path, script, options):
@@ -74,7 +72,6 @@ def test_variants_train_the_same_model(whole, tmp_path, script, options):
     assert load(folder / "last.pt")["accuracy"] == load(tmp_path / "npy/last.pt")["accuracy"]
 
 
-@pytest.mark.drill
 def test_the_loader_delivers_to_the_device(tmp_path):
     on_cpu, on_device = (good(run(*start, PROGRAMS / "probe.py", "--workers", "1", cwd=tmp_path, env=FROM_ROOT)).out
                          for start in ([PYTHON], SIMULATED))
@@ -99,13 +96,11 @@ def move_model_after_resume(text):
 
 @pytest.mark.parametrize("script, put_back, where, says", [
     ("train.py", drop(r"(?<=sums = torch\.zeros\(4), device=device"), "in evaluate", "npy:0 and cpu"),
-    pytest.param("train.py", keep_labels, "F.cross_entropy(model(normalize(images)), labels)", "npy:0 and cpu",
-                 marks=pytest.mark.drill),
-    pytest.param("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu", marks=pytest.mark.drill),
+    pytest.param("train.py", keep_labels, "F.cross_entropy(model(normalize(images)), labels)", "npy:0 and cpu"),
+    pytest.param("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu"),
     pytest.param("loader.py", drop(r"(?<=torch\.tensor\(count), device=[^)]*"), "in reduce_sum",
-                 "No backend type associated with device type cpu", marks=pytest.mark.drill),
-    pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "incomplete or not from torch.save",
-                 marks=pytest.mark.drill),
+                 "No backend type associated with device type cpu"),
+    pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "incomplete or not from torch.save"),
 ], ids=["sums on the CPU", "labels not moved", "optimizer loaded before the model moves", "count on the CPU",
         "no map_location"])
 def test_a_wrong_placement_is_seen(whole, tmp_path, script, put_back, where, says):
