@@ -4,7 +4,7 @@
     python loader.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
 
-DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script makes a set in ./data.
+DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in ./data.
 In a training script, call build_loader after init_process_group:
 
     loader = build_loader(args)
@@ -27,18 +27,18 @@ from tqdm import tqdm
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: a small set)")
+    parser.add_argument("--data-source", metavar="DATA", help="folder of the pairs (default: a sample set)")
     parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
-    parser.add_argument("--img-dir", default="img", help="the folder of the images in a split")
-    parser.add_argument("--gt-dir", default="gt", help="the folder of their targets")
-    parser.add_argument("--resize", type=cli.count, default=256, help="pixels of the shorter side; 0: keep")
-    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels of each side")
+    parser.add_argument("--img-dir", default="img", help="folder of input images in each split")
+    parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
+    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: keep")
+    parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
-    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the cores)")
+    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
     parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
     parser.add_argument("--seed", type=cli.count, default=1234, help="for order, crops and flips")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--preview", metavar="PNG", help="write the first pairs to this picture")
+    parser.add_argument("--preview", metavar="PNG", help="save the first pairs to this file")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
     return parser.parse_args()
 
@@ -107,7 +107,7 @@ class PairLoader:
 
 
 def build_loader(args):
-    """Return this process's share of the pairs: an iterable, with a length, of batches `(images, targets)`.
+    """Return this process's share of the pairs: a sized iterable of batches `(images, targets)`.
 
     "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair exactly once, on
     one of the processes; the last batch may be smaller. Raises UsageError for mismatched pairs, and
@@ -165,7 +165,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # Set the device first: otherwise every process opens a context on device 0
+    # Set the device first, or every process creates a context on device 0
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(None, args.device)
@@ -179,5 +179,5 @@ if __name__ == "__main__":
         join_group(args)
         main(args)
 
-        # Only after success: after a failure it could wait forever for its peers
+        # Only after success: after a failure, this could wait forever for other ranks
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Read the pairs of images of loader.py with NVIDIA DALI, which decodes on a GPU if there is one.
+"""Read loader.py's pairs of images with NVIDIA DALI, which decodes on a GPU if there is one.
 
     pip install -r requirements-dali.txt
     python loader_DALI.py
@@ -40,23 +40,23 @@ except ImportError as error:
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--data-source", metavar="DATA", help="the folder of pairs (default: a small set)")
+    parser.add_argument("--data-source", metavar="DATA", help="folder of the pairs (default: a sample set)")
     parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
-    parser.add_argument("--img-dir", default="img", help="the folder of the images in a split")
-    parser.add_argument("--gt-dir", default="gt", help="the folder of their targets")
-    parser.add_argument("--resize", type=cli.count, default=256, help="pixels of the shorter side; 0: keep")
-    parser.add_argument("--crop", type=cli.positive_int, default=224, help="pixels of each side")
+    parser.add_argument("--img-dir", default="img", help="folder of input images in each split")
+    parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
+    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: keep")
+    parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
-    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the cores)")
+    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
     parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
     parser.add_argument("--seed", type=cli.count, default=1234, help="for order, crops and flips")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--preview", metavar="PNG", help="write the first pairs to this picture")
+    parser.add_argument("--preview", metavar="PNG", help="save the first pairs to this file")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
     return parser.parse_args()
 
 
-# new # DALI: it asks for batches by number, so any worker can answer in any order
+# new # DALI: it requests batches by number, so workers can prepare them in any order
 class PairSource:
     """This process's share of the pairs, batch by batch: encoded files and the position of the crop in each.
 
@@ -89,7 +89,7 @@ class PairSource:
         files, sizes = zip(*map(pairs.read_encoded, paths), strict=True)
         cut = self.cuts.choose(epoch, index, paths, sizes)
 
-        # All as (y, x); before the resize, the crop has fractional pixels
+        # Coordinates are (y, x); before the resize, those of the crop are fractional
         size, scale = np.array(sizes[0]), np.array(sizes[0]) / cut.size
         start = np.array([cut.top, cut.left]) * scale
         end = start + self.cuts.crop * scale
@@ -105,7 +105,7 @@ class PairSource:
         return *files, low, high, start.astype(np.float32), end.astype(np.float32)
 
 
-# new # DALI: decode a region; resize, crop and flip in one; normalize and change the layout
+# new # DALI: decode a region; resize, crop and flip in one step; normalize and change the layout
 @pipeline_def
 def pair_pipeline(source, crop, on_gpu, workers):
     options = {"parallel": True, "prefetch_queue_depth": workers} if workers else {}
@@ -142,7 +142,7 @@ class PairLoader:
     def __iter__(self):
         epoch, self.epoch = self.epoch, self.epoch + 1
 
-        # new # DALI: it continues with the next epoch; for any other epoch it restarts
+        # new # DALI: the pipeline continues with the next epoch; any other epoch restarts it
         if not self.batches:
             return
         step = 0
@@ -170,7 +170,7 @@ class PairLoader:
         self.iterator = DALIGenericIterator([pipeline], ["images", "targets"], auto_reset=True,
                                             last_batch_policy=LastBatchPolicy.PARTIAL)
 
-    # new # DALI: it does not name the file that failed: search those that it read ahead
+    # new # DALI: its errors name no file, so decode the prefetched files to find it
     def _blame(self, epoch, step):
         for number in range(step, step + self.workers + 4):
             turns, iteration = divmod(number, self.batches)
@@ -181,7 +181,7 @@ class PairLoader:
 
 
 def build_loader(args):
-    """Return this process's share of the pairs: an iterable, with a length, of batches `(images, targets)`.
+    """Return this process's share of the pairs: a sized iterable of batches `(images, targets)`.
 
     "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair exactly once, on
     one of the processes; the last batch may be smaller. Raises UsageError for mismatched pairs, and
@@ -239,7 +239,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # Set the device first: otherwise every process opens a context on device 0
+    # Set the device first, or every process creates a context on device 0
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(None, args.device)
@@ -253,5 +253,5 @@ if __name__ == "__main__":
         join_group(args)
         main(args)
 
-        # Only after success: after a failure it could wait forever for its peers
+        # Only after success: after a failure, this could wait forever for other ranks
         dist.destroy_process_group()

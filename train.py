@@ -1,4 +1,4 @@
-"""Train an image classifier on one device. Every other script starts from this baseline.
+"""Train an image classifier on one device. The other training scripts build on this baseline.
 
     python train.py
     python train.py --dataset cifar100 --model resnet18 --epochs 200 --weight-decay 5e-4
@@ -12,52 +12,53 @@ import time
 from common import checkpoint, cli, datasets, devices, errors, models
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
+METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="the dataset")
-    parser.add_argument("--data-path", default="data", help="folder of the data; downloads go there too")
+    parser.add_argument("--data-path", default="data", help="data folder; downloads go there too")
     parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
-    parser.add_argument("--weights", metavar="PATH", help="load the tensors of this file that fit")
-    parser.add_argument("--freeze-layers", action="store_true", help="train only the classifier")
+    parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
+    parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
-    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="fraction of --lr after all epochs")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="identical bits in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
-    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt of --output-dir")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
     return parser.parse_args()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss, the accuracy and the top-5 accuracy over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples, each counted once."""
     model.eval()
-    sums = torch.zeros(4, device=device)
+    sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
         images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(images))
-        loss = F.cross_entropy(outputs, labels, reduction="sum")
-        hits = outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]
-        sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
-        sums[3] += len(labels)
+        values = models.sum_metrics(METRICS, outputs, labels)
+        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
+        sums[-1] += len(labels)
 
-    loss, correct, correct_top5, count = sums.tolist()
-    return loss / count, correct / count, correct_top5 / count
+    loss, *totals, count = sums.tolist()
+    return loss / count, {name: total / count for name, total in zip(METRICS, totals)}
 
 
 def open_log(args, start_epoch, headline):
@@ -70,15 +71,14 @@ def open_log(args, start_epoch, headline):
 
 
 def main(args):
-    devices.set_deterministic(args.deterministic)
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # Data: an epoch drops the incomplete last batch; different samples each epoch
+    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
-    if args.batch_size > len(train_set):
-        raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
+    datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = datasets.loader_options(args.workers, device, train_set)
@@ -86,26 +86,26 @@ def main(args):
     val_loader = DataLoader(val_set, local_batch_size, **options)
     normalize = datasets.Normalize(train_set).to(device)
 
-    # Model
-    model = models.create_model(args.model, train_set.num_classes, train_set.image_shape)
+    # yours: the model
+    model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
     if args.weights:
         models.load_weights(model, args.weights)
     if args.freeze_layers:
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # Optimizer: the learning rate scales with the batch size
+    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
+    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
-        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
-        print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
 
     layout = f"1 process x 1 micro-batch x {local_batch_size}"
@@ -113,8 +113,8 @@ def main(args):
     writer = open_log(args, start_epoch, headline)
 
     for epoch in range(start_epoch, args.epochs + 1):
-        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run repeats them
-        train_set.set_epoch(epoch)
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
+        datasets.set_epoch(train_set, epoch)
         sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch))
 
@@ -125,7 +125,7 @@ def main(args):
         for step, batch in enumerate(bar, 1):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(normalize(images)), labels)
+            loss = criterion(model(normalize(images)), labels)
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach()
@@ -138,28 +138,29 @@ def main(args):
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
         seconds = time.perf_counter() - start
-        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
+        # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
+        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        is_best, best_score = score > best_score, max(best_score, score)
+        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
 
         # Save: last.pt comes last, because it marks the epoch as done
-        values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
-        if accuracy > best_accuracy:
-            best_accuracy = accuracy
-            checkpoint.save_checkpoint(folder / "best.pt", state, **values)
+        if is_best:
+            checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
-            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", state, **values)
-        checkpoint.save_checkpoint(folder / "last.pt", state, **values)
+            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)
 
         speed = len(train_loader) * args.batch_size / seconds
-        scalars = {"loss": train_loss, "val_loss": val_loss, "accuracy": accuracy, "learning_rate": lr,
-                   "accuracy_top5": accuracy_top5, "seconds": seconds, "images_per_second": speed}
+        shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
+        scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
-        print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
-              f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
+        print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
 

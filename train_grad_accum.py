@@ -17,7 +17,6 @@ from datetime import timedelta
 from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
 
 import torch
-import torch.nn.functional as F
 
 # new # DDP
 import torch.distributed as dist
@@ -27,26 +26,29 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
+METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
+
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="the dataset")
-    parser.add_argument("--data-path", default="data", help="folder of the data; downloads go there too")
+    parser.add_argument("--data-path", default="data", help="data folder; downloads go there too")
     parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
-    parser.add_argument("--weights", metavar="PATH", help="load the tensors of this file that fit")
-    parser.add_argument("--freeze-layers", action="store_true", help="train only the classifier")
+    parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
+    parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
-    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="fraction of --lr after all epochs")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="identical bits in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
     parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
-    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt of --output-dir")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
@@ -64,24 +66,23 @@ def parse_args():
     return parser.parse_args()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss, the accuracy and the top-5 accuracy over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples, each counted once."""
     model.eval()
-    sums = torch.zeros(4, device=device)
+    sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
         images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(images))
-        loss = F.cross_entropy(outputs, labels, reduction="sum")
-        hits = outputs.topk(min(5, outputs.shape[1])).indices == labels[:, None]
-        sums[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
-        sums[3] += len(labels)
+        values = models.sum_metrics(METRICS, outputs, labels)
+        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
+        sums[-1] += len(labels)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
 
-    loss, correct, correct_top5, count = sums.tolist()
-    return loss / count, correct / count, correct_top5 / count
+    loss, *totals, count = sums.tolist()
+    return loss / count, {name: total / count for name, total in zip(METRICS, totals)}
 
 
 def open_log(args, start_epoch, headline):
@@ -94,15 +95,14 @@ def open_log(args, start_epoch, headline):
 
 
 def main(args):
-    devices.set_deterministic(args.deterministic)
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # Data: an epoch drops the incomplete last batch; different samples each epoch
+    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
-    if args.batch_size > len(train_set):
-        raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(train_set)} samples")
+    datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -122,8 +122,8 @@ def main(args):
 
     normalize = datasets.Normalize(train_set).to(device)
 
-    # Model
-    model = models.create_model(args.model, train_set.num_classes, train_set.image_shape)
+    # yours: the model
+    model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
@@ -134,29 +134,29 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # Optimizer: the learning rate scales with the batch size
-    lr = args.lr * args.batch_size / 128
-    optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch, best_accuracy = checkpoint.resume(args.resume, folder, state)
-
     # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
-    # --deterministic: looking for unused parameters stops DDP from regrouping its sums after the first step
+    # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
+    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    lr = args.lr * args.batch_size / 128
+    optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
+
     if args.evaluate:
         if not args.weights and start_epoch == 1:
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
-        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
 
         # new # DDP
         if not reduce.is_main_process():
             return
 
-        print(f"val_loss {val_loss:.4f}  accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}")
+        print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
 
     # new # grad_accum
@@ -169,8 +169,8 @@ def main(args):
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):
-        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run repeats them
-        train_set.set_epoch(epoch)
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
+        datasets.set_epoch(train_set, epoch)
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
         sampler.set_epoch(epoch)
@@ -192,7 +192,7 @@ def main(args):
             *parts, last_part = zip(*shares)
             with parallel_model.no_sync():
                 for part, part_labels in parts:
-                    loss = F.cross_entropy(parallel_model(normalize(part)), part_labels)
+                    loss = criterion(parallel_model(normalize(part)), part_labels)
                     loss = loss * len(part_labels) / local_batch_size
                     loss.backward()
                     loss_sum += loss.detach()
@@ -201,7 +201,7 @@ def main(args):
             images, labels = last_part
 
             # new # DDP: call the wrapper: its forward prepares the gradient reduction
-            loss = F.cross_entropy(parallel_model(normalize(images)), labels)
+            loss = criterion(parallel_model(normalize(images)), labels)
 
             # new # grad_accum: weight by size: micro-batches may differ in size
             loss = loss * len(labels) / local_batch_size
@@ -214,7 +214,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # DDP: all processes get the same number, so all of them stop or none
+            # new # DDP: all processes get the same value, so either all stop or none do
             train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -226,32 +226,33 @@ def main(args):
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
-        val_loss, accuracy, accuracy_top5 = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
+        # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()
+        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        is_best, best_score = score > best_score, max(best_score, score)
+        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
         # Save: last.pt comes last, because it marks the epoch as done
-        values = {"epoch": epoch, "accuracy": accuracy, "best_accuracy": max(accuracy, best_accuracy)}
-        if accuracy > best_accuracy:
-            best_accuracy = accuracy
-            checkpoint.save_checkpoint(folder / "best.pt", state, **values)
+        if is_best:
+            checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
-            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", state, **values)
-        checkpoint.save_checkpoint(folder / "last.pt", state, **values)
+            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)
 
         speed = len(train_loader) * args.batch_size / seconds
-        scalars = {"loss": train_loss, "val_loss": val_loss, "accuracy": accuracy, "learning_rate": lr,
-                   "accuracy_top5": accuracy_top5, "seconds": seconds, "images_per_second": speed}
+        shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
+        scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
-        print(f"epoch {epoch:3}/{args.epochs}  loss {train_loss:.4f}  val_loss {val_loss:.4f}  "
-              f"accuracy {accuracy:.4f}  top5 {accuracy_top5:.4f}  lr {lr:.5f}  {seconds:.2f} s  "
+        print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
 
@@ -261,7 +262,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # set the device first: otherwise every process opens a context on device 0
+    # set the device first, or every process creates a context on device 0
     args.device = str(devices.select_device(args.device, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)
@@ -278,5 +279,5 @@ if __name__ == "__main__":
 
         main(args)
 
-        # new # DDP: only after success: after a failure it could wait forever for its peers
+        # new # DDP: only after success: after a failure, this could wait forever for other ranks
         dist.destroy_process_group()

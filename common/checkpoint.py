@@ -1,24 +1,27 @@
 """Atomic checkpoints that load without executing code."""
 import contextlib
 import errno
+import math
 import os
 import pickle
 import socket
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
 
+from . import folders, shards
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
 LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when its lease ends: after 90 s on Linux
 
-REQUIRED = {"model", "optimizer", "scheduler", "epoch", "accuracy", "best_accuracy"}  # in every checkpoint
+REQUIRED = {"model", "optimizer", "scheduler", "epoch", "score", "best_score"}  # in every checkpoint
 
 _locks: list[TextIO] = []  # stay open until the process exits
 
@@ -82,49 +85,22 @@ def _kernel() -> str:
         return socket.gethostname()
 
 
-def save_checkpoint(path: str | Path, state: dict[str, Any], **values: Any) -> None:
-    """Write the `state_dict()` of each object in `state`, plus `values`, to `path` atomically.
+def gather(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Return the content of a checkpoint: the `state_dict()` of each object in `state`, plus `values`.
 
-    It writes a temporary file, flushes it to disk and renames it, so a crash leaves the old file or the new one.
-    `values` must be plain Python values, so that the file loads with `weights_only=True`. Raises ProcessError if the
-    file cannot be written (disk full, no permission).
+    Every process must call it: the main process then has whole tensors, even if each process holds only shards of them.
+    `values` must be plain Python values, so that the file loads with `weights_only=True`.
     """
-    _write(Path(path), _content(state, values))
+    return shards.gather({name: part.state_dict() for name, part in state.items()} | values)
 
 
-class BackgroundWriter:
-    """Saves checkpoints while training continues: one at a time, in the order of the calls."""
+def save_checkpoint(path: str | Path, content: dict[str, Any]) -> None:
+    """Write `content`, from gather(), to `path` atomically.
 
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(1)
-        self.writing: Future[None] | None = None
-
-    def save(self, path: str | Path, state: dict[str, Any], **values: Any) -> None:
-        """Wait for the previous save, copy `state` and `values`, and write them in the background."""
-        self.wait()
-        content = _copy(_content(state, values))
-        self.writing = self.pool.submit(_write, Path(path), content)
-
-    def wait(self) -> None:
-        """Wait until the last save is on disk; raise ProcessError if it failed."""
-        if self.writing:
-            self.writing.result()
-
-
-def _content(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: part.state_dict() for name, part in state.items()} | values
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy(part) for key, part in value.items()}
-    return type(value)(map(_copy, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    It writes a temporary file, flushes it to disk and renames it, so a crash leaves the old file or the new one. Raises
+    ProcessError if the file cannot be written (disk full, no permission).
+    """
+    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)
@@ -137,9 +113,27 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise ProcessError(f"cannot save {path}: {reason(cause)}; earlier checkpoints are intact") from None
     with contextlib.suppress(OSError):  # flush the folder too: it holds the new name; Windows cannot open folders
-        directory = os.open(path.parent, os.O_RDONLY)
+        directory = os.open(Path(path).parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
+
+
+class BackgroundWriter:
+    """Saves checkpoints while training continues: one at a time, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.writing: Future[None] | None = None
+
+    def save(self, path: str | Path, content: dict[str, Any]) -> None:
+        """Wait for the previous save, copy `content`, and write it in the background."""
+        self.wait()
+        self.writing = self.pool.submit(save_checkpoint, path, shards.copied(content))
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk; raise ProcessError if it failed."""
+        if self.writing:
+            self.writing.result()
 
 
 def load_file(option: str, path: str | Path) -> dict[str, Any]:
@@ -167,27 +161,32 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
 
 
 def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any],
-           progress: dict[str, Any] | None = None) -> tuple[int, float]:
-    """Restore the objects in `state` from a checkpoint; return (the next epoch, the best accuracy so far or -1).
+           progress: dict[str, Any] | None = None, load: Callable[..., None] | None = None) -> tuple[int, float]:
+    """Restore the objects in `state` from a checkpoint; return (the next epoch, the best score so far or -inf).
 
     `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any script
     fits: optional parts that it lacks, such as a `scaler`, stay unchanged. The optimizer keeps this command's rate,
     momentum and weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys;
-    without it, a snapshot within an epoch is rejected. Raises UsageError if the file does not fit or differs between
-    processes.
+    without it, a snapshot within an epoch is rejected. With `load` (torch.distributed.checkpoint's), `path` may also be
+    a folder of train_DCP.py, and "auto" is the newest whole one. Raises UsageError if the checkpoint does not fit or
+    differs between processes.
     """
+    for group in state["optimizer"].param_groups:  # this command's rate, which not every scheduler records
+        group.setdefault("initial_lr", group["lr"])
     if path == "auto":
-        path = Path(output_dir, "last.pt")
-        path = path if path.exists() else None
-    found = (1, -1.0) if path is None else _restore(path, state, progress)
+        path = max(folders.whole_folders(Path(output_dir)), default=None) if load else Path(output_dir, "last.pt")
+        path = path if path and path.exists() else None
+    found = (1, -math.inf) if path is None else _restore(path, state, progress, load)
     if not agree((found, progress)):
         raise UsageError("--resume: the processes found different checkpoints; all hosts need to see the same folder")
     return found
 
 
-def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] | None) -> tuple[int, float]:
-    checkpoint = load_file("--resume", path)
-    for name in [*state, "epoch", "accuracy", "best_accuracy"]:
+def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] | None,
+             load: Callable[..., None] | None) -> tuple[int, float]:
+    checkpoint = (folders.read(Path(path), state, load) if load and Path(path).is_dir()
+                  else load_file("--resume", path))
+    for name in [*state, "epoch", "score", "best_score"]:
         if name not in checkpoint and name in REQUIRED:
             raise UsageError(f"--resume {path}: has no {name!r}; to load only its weights, use --weights")
     settings = [group.copy() for group in state["optimizer"].param_groups]
@@ -195,10 +194,10 @@ def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] |
         if not checkpoint.get(name):  # a disabled scaler has no state
             continue
         try:
-            part.load_state_dict(_copy(checkpoint[name]))
+            part.load_state_dict(shards.take(part, checkpoint[name]))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(f"--resume {path}: its {name} does not fit; check --model, --dataset and --freeze-layers"
-                             ) from None
+            raise UsageError(f"--resume {path}: its {name} does not fit; check --model, --dataset, --freeze-layers "
+                             "and, for a detector, --optimizer") from None
     step = checkpoint.get("step", 0)
     if step and progress is None:
         raise UsageError(f"--resume {path}: a snapshot within an epoch; resume it with train_elastic.py, or load its"
@@ -208,19 +207,23 @@ def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] |
     changes = _keep_settings(state, settings)
     if is_main_process():
         done = f"{step} steps of epoch {checkpoint['epoch'] + 1} are" if step else f"epoch {checkpoint['epoch']} is"
-        best = max(checkpoint["best_accuracy"], 0)  # -1 in the first epoch
-        print(f"resume {path}: {done} done, best accuracy {best:.4f}")
+        best = f", best score {checkpoint['best_score']:.4f}" if checkpoint["epoch"] else ""
+        print(f"resume {path}: {done} done{best}")
         if changes:
             print(f"resume {path}: this command changes {', '.join(changes)}")
-    return checkpoint["epoch"] + 1, checkpoint["best_accuracy"]
+    return checkpoint["epoch"] + 1, checkpoint["best_score"]
 
 
 def _keep_settings(state: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
-    """Reset a restored optimizer to this command's `settings`; return the changes: ["lr from 0.1 to 0.2"]."""
+    """Reset a restored optimizer to this command's `settings`; return the changes: ["lr from 0.1 to 0.2"].
+
+    A momentum that the scheduler changes, as OneCycleLR does, continues where the checkpoint left it.
+    """
     groups, scheduler = state["optimizer"].param_groups, cast(Any, state.get("scheduler"))
+    scheduled = {"lr", "momentum", "betas"} if getattr(scheduler, "cycle_momentum", False) else {"lr"}
     restored = [group.copy() for group in groups]
     for group, old, new in zip(groups, restored, settings):
-        group.update((name, value) for name, value in new.items() if name not in ("params", "lr"))
+        group.update((name, value) for name, value in new.items() if name not in {"params", *scheduled})
         if "initial_lr" in new:  # schedulers scale this rate
             group["lr"] = old["lr"] * (new["initial_lr"] / old["initial_lr"])
     if hasattr(scheduler, "base_lrs"):

@@ -1,7 +1,7 @@
 """The command line: validated arguments and one-line errors."""
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from .errors import UsageError
@@ -34,6 +34,11 @@ def _number(convert: Callable[[str], float], holds: Callable[[float], bool], wan
         return value
 
     return parse
+
+
+def show(values: Mapping[str, float]) -> str:
+    """Return the values as text: "accuracy 0.8134  top5 0.9972"."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
 
 
 positive_int = _number(int, lambda value: value > 0, "a whole number above 0")

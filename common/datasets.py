@@ -1,13 +1,25 @@
 """Datasets: `create_datasets` returns the training and validation sets of any of DATASETS.
 
-`__getitems__(indices)` returns a whole batch as tensors: `uint8` images (N, C, H, W) and `int64` labels (N,). A
-DataLoader then has nothing to collate (`collate_fn=whole_batch`), and sends a quarter of the bytes of floats. On the
-device, `Normalize` converts them. Augmentation depends only on `(seed, epoch, index)`, so that any number of processes
-and workers trains on the same images.
+The scripts accept any dataset with a length and one of these methods:
+
+- `__getitem__(index)` returns a sample: a tuple (input, target) of tensors, arrays or numbers.
+- `__getitems__(indices)` returns a list of samples, as torch expects, or a whole batch: a tuple of two tensors.
+
+The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). A loader has nothing to
+collate then, and bytes are a quarter the size of floats. On the device, `Normalize` converts only `uint8` images. A
+dataset may have these attributes; the scripts also find them inside torch's Subset and ConcatDataset:
+
+- `set_epoch(epoch)` is called before each epoch. Loader workers outlive epochs only if they can read the new epoch
+  from a tensor `epoch` in shared memory. Augmentation here depends only on `(seed, epoch, index)`, so that any
+  number of processes and workers trains on the same images. Augmentation that draws from torch's global generator
+  depends on the number of processes and workers.
+- `mean` and `std`, per channel, for pixels in [0, 1].
+- `num_classes` or `classes`, and `image_shape`, for the models in `common/models.py`.
+- `most_workers`, the largest useful number of loader workers.
 """
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -18,8 +30,9 @@ import torch.nn.functional as F
 from filelock import FileLock
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, IterableDataset, Sampler, Subset, default_collate
 
-from .errors import UsageError, reason
+from .errors import ProcessError, UsageError, reason
 from .launch import cores_per_process
 from .reduce import is_main_process
 from .signals import tie_worker
@@ -78,6 +91,10 @@ class ArrayDataset:
         """Select the augmentation of this epoch; call it before the loader workers start the epoch."""
         self.epoch.fill_(epoch)
 
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         indices = torch.as_tensor(indices)
         images = self.images[indices]
@@ -123,6 +140,10 @@ class FolderDataset:
         """Select the augmentation of this epoch; call it before the loader workers start the epoch."""
         self.epoch.fill_(epoch)
 
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([self._read(index) for index in indices])
         return images, torch.tensor([self.samples[index][1] for index in indices])
@@ -137,36 +158,153 @@ class FolderDataset:
 
 
 class Normalize(nn.Module):
-    """Converts bytes (N, C, H, W) to floats with mean 0 and standard deviation 1 per channel, on their device."""
+    """Converts `uint8` images (N, C, H, W) to floats on their device; returns any other input unchanged.
+
+    If the dataset has a `mean` and a `std` for pixels in [0, 1], the floats have mean 0 and standard deviation 1 per
+    channel. Otherwise, they are in [0, 1].
+    """
 
     scale: Tensor
     shift: Tensor
-    def __init__(self, dataset: ArrayDataset | FolderDataset) -> None:
+    def __init__(self, dataset: Any) -> None:
         super().__init__()
-        mean, std = (torch.tensor(value).reshape(1, -1, 1, 1) for value in (dataset.mean, dataset.std))
-        self.register_buffer("scale", 1 / (255 * std))
-        self.register_buffer("shift", -mean / std)
+        mean, std = _statistics(dataset) or (torch.zeros(1), torch.ones(1))
+        self.register_buffer("scale", 1 / (255 * std).reshape(1, -1, 1, 1))
+        self.register_buffer("shift", (-mean / std).reshape(1, -1, 1, 1))
 
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.addcmul(self.shift, images.to(self.scale.dtype), self.scale)
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype != torch.uint8 or inputs.ndim != 4:
+            return inputs
+        if self.scale.shape[1] not in (1, inputs.shape[1]):
+            raise UsageError(f"the dataset's mean and std have {self.scale.shape[1]} values; its images have "
+                             f"{inputs.shape[1]} channels")
+        return torch.addcmul(self.shift, inputs.to(self.scale.dtype), self.scale)
 
 
-def whole_batch(batch: Any) -> Any:
-    """Return the batch from `__getitems__` unchanged. (A lambda cannot be sent to a spawned worker.)"""
-    return batch
+def _statistics(dataset: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the dataset's mean and std, if both are numbers per channel for pixels in [0, 1], else None."""
+    try:
+        mean, std = (torch.as_tensor(_attribute(dataset, name), dtype=torch.get_default_dtype()).reshape(-1)
+                     for name in ("mean", "std"))
+    except (TypeError, ValueError, RuntimeError):  # absent, or not numbers
+        return None
+    fits = len(mean) == len(std) and ((mean >= 0) & (mean <= 1) & (std > 0) & (std <= 1)).all()
+    return (mean, std) if fits else None
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """Yield the dataset and, if it is a Subset or a ConcatDataset, the datasets inside it."""
+    yield dataset
+    inner = dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    for part in [dataset.dataset] if isinstance(dataset, Subset) else inner:
+        yield from _parts(part)
+
+
+def _attribute(dataset: Any, name: str) -> Any:
+    """Return the attribute of the dataset, or of the first dataset inside it that has one; else None."""
+    return next((found for part in _parts(dataset) if (found := getattr(part, name, None)) is not None), None)
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` on the dataset and on those inside a Subset or ConcatDataset, if they have it."""
+    for part in _parts(dataset):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def require_samples(train_set: Any, val_set: Any, batch_size: int) -> None:
+    """Raise UsageError unless both datasets have a length, and enough samples for a batch and for validation."""
+    for dataset in train_set, val_set:
+        if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
+            raise UsageError(f"{type(dataset).__name__}: the scripts need map-style datasets with a length")
+    if batch_size > len(train_set):
+        raise UsageError(f"--batch-size {batch_size}: there are only {len(train_set)} samples")
+    if not len(val_set):
+        raise UsageError("the validation set has no samples")
+
+
+def classes_and_shape(dataset: Any) -> tuple[int, tuple[int, ...]]:
+    """Return (number of classes, (C, H, W) of an image), from the dataset's attributes or its first sample.
+
+    Raises UsageError if the inputs are not images or the number of classes is unknown.
+    """
+    count, shape = _attribute(dataset, "num_classes"), _attribute(dataset, "image_shape")
+    if shape is None:
+        first = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]
+        shape = tuple(collate(first)[0].shape[1:])
+    if len(shape) != 3 or shape[2] <= 4 < shape[0]:  # the second test detects (H, W, C)
+        raise UsageError(f"--model needs inputs (C, H, W); those of this dataset are {tuple(shape)}; permute them, or "
+                         "put your own model at '# yours: the model'")
+    if count is None and (names := _attribute(dataset, "classes")) is None:
+        raise UsageError("the dataset does not say how many classes it has; write: train_set.num_classes = NUMBER")
+    return count or len(names), tuple(shape)
+
+
+def collate(batch: Any) -> Any:
+    """Collate a list of samples (input, target) into a batch; return a batch from `__getitems__` unchanged.
+
+    Numbers become tensors; floats get torch's default dtype.
+    """
+    if not isinstance(batch, list):
+        return batch
+    sample = batch[0]
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        raise UsageError(f"a sample is {_describe(sample)}; the dataset must return a tuple (input, target)")
+    try:
+        parts = [default_collate([torch.tensor(float(part)) if isinstance(part, float) else part for part in column])
+                 for column in zip(*batch)]
+    except TypeError:
+        what = " and ".join(map(_describe, sample))
+        raise UsageError(f"a sample is {what}; the scripts need tensors, arrays or numbers (for PIL images, "
+                         "transform=torchvision.transforms.ToTensor())") from None
+    except RuntimeError as error:
+        raise ProcessError(f"the samples of a batch differ in shape: {reason(error)}; crop or pad them, or set "
+                           "options[\"collate_fn\"] before the loaders are created") from None
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise UsageError(f"a sample is {' and '.join(map(_describe, sample))}; "
+                         "the input and the target must be one tensor each")
+    return parts
+
+
+def _describe(value: Any) -> str:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"a {name} of {len(value)}" if isinstance(value, (tuple, list, dict)) else f"a {name}"
 
 
 def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
     """Return the DataLoader arguments that all loaders of a script share.
 
     `workers` defaults to this process's share of the host's cores minus one, at most 8 or the dataset's `most_workers`.
-    Workers stay alive between epochs. Batches are pinned if the device can copy them while the CPU continues. Only then
-    is `non_blocking` safe: on MPS, such a copy can read memory that is already reused (pytorch issue 189690).
+    Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned if the device can
+    copy them while the CPU continues. Only then is `non_blocking` safe: on MPS, such a copy can read memory that is
+    already reused (pytorch issue 189690).
     """
     if workers is None:
-        workers = max(0, min(getattr(dataset, "most_workers", 8), cores_per_process() - 1))
-    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type in PINNED,
-            "collate_fn": whole_batch, "worker_init_fn": tie_worker}
+        most = _attribute(dataset, "most_workers")
+        workers = max(0, min(8 if most is None else most, cores_per_process() - 1))
+    epochs = [getattr(part, "epoch", None) for part in _parts(dataset) if hasattr(part, "set_epoch")]
+    stay = workers > 0 and all(isinstance(epoch, Tensor) and epoch.is_shared() for epoch in epochs)
+    return {"num_workers": workers, "persistent_workers": stay, "pin_memory": device.type in PINNED,
+            "collate_fn": collate, "worker_init_fn": tie_worker}
+
+
+class EvenShard(Sampler):
+    """Every `count`th of `length` samples, from number `rank` on, with equally many for each rank.
+
+    A forward pass that communicates needs the same batches on every rank. The shards of the last ranks end with a
+    sample that does not count: the first `own` ones do.
+    """
+
+    def __init__(self, length: int, rank: int, count: int) -> None:
+        self.own = len(range(rank, length, count))
+        self.indices = [index % length for index in range(rank, length + -length % count, count)]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
 
 
 def mix(*numbers: int) -> int:

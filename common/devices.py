@@ -91,15 +91,18 @@ def identify(device: torch.device) -> str:
     return str(getattr(properties, "uuid", device))
 
 
-def set_deterministic(wanted: bool) -> None:
+def set_deterministic(wanted: bool, device: torch.device) -> None:
     """If `wanted`, make GPU results bit-identical between runs; this is slower.
 
-    Operations without a deterministic version raise an error.
+    Operations without a deterministic version raise an error. Raises UsageError on MPS, where max-pooling's backward
+    pass has none (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
     Following https://docs.pytorch.org/docs/stable/notes/randomness.html, it selects deterministic algorithms, disables
     the search for the fastest convolution and fixes the cuBLAS workspace, which must happen before cuBLAS is used.
     """
     if not wanted:
         return
+    if device.type == "mps":
+        raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -122,7 +122,7 @@ def _last_words(error: BaseException) -> tuple[str | None, int] | None:
         if error.exit_code >= 0:
             return None, error.exit_code
         name = signal.Signals(-error.exit_code).name
-        return f"process {error.error_index} was ended by {name}; the others were stopped", 1
+        return f"process {error.error_index} was killed by {name}; the others were stopped", 1
     line = explain(error)
     if not line:
         return None
@@ -138,15 +138,20 @@ def _last_words(error: BaseException) -> tuple[str | None, int] | None:
 
 def _interrupted(error: KeyboardInterrupt, rank: int) -> tuple[str | None, int]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the cleanup
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's worker ends
+    sys.unraisablehook = lambda _: None  # of an object whose constructor was interrupted, __del__ fails
     code = error.args[0] if error.args else 128 + signal.SIGINT
     if multiprocessing.parent_process() or rank:  # mp.spawn's parent or rank 0 reports
         return None, code
     for process in multiprocessing.active_children():  # Ctrl-C has reached them too
-        if code != 130 and process.pid:
+        if process.daemon:  # a loader's worker; while it starts, an interrupt would end it with a traceback
+            process.kill()
+        elif code != 130 and process.pid:
             os.kill(process.pid, signal.SIGINT)
         process.join(3)
         process.terminate()
-    return "interrupted" if code == 130 else "ended by SIGTERM", code
+    return "interrupted" if code == 130 else "terminated by SIGTERM", code
 
 
 def _interrupt(*_: object) -> None:

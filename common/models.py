@@ -1,16 +1,20 @@
 """The networks, and how to prepare one for training: load weights, freeze layers, group parameters."""
+import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from .checkpoint import load_file
 from .errors import UsageError
 from .reduce import is_main_process
+from .vit import SIZES, ViT
 
-MODELS = ["cnn", "resnet18", "resnet34", "resnet50"]
+MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 
 
 class CNN(nn.Module):
@@ -26,7 +30,7 @@ class CNN(nn.Module):
         self.features = nn.Sequential(
             nn.Conv2d(channels, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
             nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-            nn.Conv2d(32, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(32, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
         )
         self.hidden = nn.Sequential(
             nn.Linear(32 * (height // 8) * (width // 8), 128), nn.ReLU(),
@@ -38,7 +42,7 @@ class CNN(nn.Module):
         self.classifier = nn.Linear(64, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.classifier(self.hidden(self.features(images).flatten(1)))
+        return self.classifier(self.hidden(self.features(images)))
 
 
 def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Module:
@@ -51,6 +55,8 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     channels, height, _ = image_shape
     if name == "cnn":
         return CNN(num_classes, image_shape)
+    if name in SIZES:
+        return ViT(name, num_classes, image_shape)
     from torchvision.models import resnet  # here, because importing torchvision takes half a second
 
     model = getattr(resnet, name)(num_classes=num_classes)
@@ -60,6 +66,80 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     elif channels != 3:
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return model
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return a model's children; the items of a Sequential instead of the Sequential."""
+    return [item for child in model.children() for item in (child if isinstance(child, nn.Sequential) else [child])]
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())
+
+
+def blocks(model: nn.Module, recompute: bool = False) -> list[nn.Module]:
+    """Return a model's layers or groups of layers that have parameters, in order: each item of a Sequential counts.
+
+    With `recompute`, their activations are not kept for backward(), which then computes them again.
+    """
+    found = [layer for layer in _layers(model) if _has_parameters(layer)]
+    for layer in found if recompute else []:
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    return found
+
+
+def cut(model: nn.Module, count: int) -> list[nn.Sequential]:
+    """Cut a model into `count` stages, each with about as many parameters; they share its layers.
+
+    Raises UsageError if the model is no chain of layers, has BatchNorm, whose statistics would be those of a
+    micro-batch, or has fewer layers with parameters than that.
+    """
+    if not isinstance(model, (CNN, ViT, nn.Sequential)):
+        raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise UsageError("--model: BatchNorm would see micro-batches, not batches; use LayerNorm or GroupNorm")
+    layers = _layers(model) if not isinstance(model, nn.Sequential) else [*model]
+    starts = [number for number, layer in enumerate(layers) if _has_parameters(layer)]
+    if count > len(starts):
+        raise UsageError(f"{count} pipeline stages: the model has only {len(starts)} layers with parameters; "
+                         "start fewer processes")
+    before = [0, *accumulate(sum(each.numel() for each in layer.parameters()) for layer in layers)]
+    ends: list[int] = []
+    for stage in range(1, count):  # cut where the share is nearest; each stage gets a layer with parameters
+        possible = [start for start in starts[stage:len(starts) - count + stage + 1] if start > max(ends, default=0)]
+        ends.append(min(possible, key=lambda start: abs(before[start] - before[-1] * stage / count)))
+    return [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], [*ends, len(layers)])]
+
+
+def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a metric: for each sample, whether its label is among the `k` classes with the highest outputs.
+
+    The metric raises UsageError if its arguments are not class scores (N, classes) and integer labels (N,).
+    """
+    def hit(outputs: Tensor, labels: Tensor) -> Tensor:
+        if outputs.ndim != 2 or labels.ndim != 1 or labels.is_floating_point():
+            shapes = f"{tuple(outputs.shape)} and {tuple(labels.shape)} {labels.dtype}"
+            raise UsageError(f"accuracy needs outputs (N, classes) and integer labels (N,); these are {shapes}; "
+                             "put your own metric at '# yours: the metrics'")
+        return (outputs.topk(min(k, outputs.shape[1])).indices == labels[:, None]).any(1)
+
+    return hit
+
+
+def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, labels: Tensor) -> list[Tensor]:
+    """Return the sum of each metric over a batch.
+
+    Raises UsageError, naming the metric, if it does not return one value per sample.
+    """
+    sums = []
+    for name, metric in metrics.items():
+        values = metric(outputs, labels)
+        if not isinstance(values, Tensor) or values.numel() != len(labels):
+            what = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise UsageError(f"the metric {name!r} returned {what} for {len(labels)} samples; it must return a tensor "
+                             "with one value per sample")
+        sums.append(values.sum())
+    return sums
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -74,7 +154,7 @@ def load_weights(model: nn.Module, path: str) -> None:
              if name in wanted and getattr(tensor, "shape", None) == wanted[name].shape}
     if not taken:
         raise UsageError(f"--weights {path}: no tensor in it matches the model by name and shape")
-    model.load_state_dict(taken, strict=False)
+    model.load_state_dict({name: taken[name] for name in taken if not wanted[name].is_meta}, strict=False)
     if is_main_process():
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
                 "of another shape": wanted.keys() & content.keys() - taken.keys()}
@@ -90,14 +170,18 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def freeze_layers(model: nn.Module) -> None:
-    """Freeze all layers except the classifier (the last linear layer, whatever its name).
+    """Freeze `model.backbone` or, without one, all layers except the classifier: the last linear layer.
 
     A frozen BatchNorm stays in evaluation mode, even after `model.train()`; otherwise its statistics would drift.
     """
-    *_, classifier = (module for module in model.modules() if isinstance(module, nn.Linear))
-    model.requires_grad_(False)
-    classifier.requires_grad_(True)
-    for module in model.modules():
+    frozen = getattr(model, "backbone", model)
+    frozen.requires_grad_(False)
+    if frozen is model:
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        if not linear:
+            raise UsageError("--freeze-layers: the model has no `backbone` and no linear layer as its classifier")
+        linear[-1].requires_grad_(True)
+    for module in frozen.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
             module.train = types.MethodType(_stay, module)

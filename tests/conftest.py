@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,17 +15,30 @@ from pathlib import Path
 import markers
 import pytest
 
+import verify
+
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests/programs"
 FROM_ROOT = {"PYTHONPATH": str(ROOT)}  # for a program that imports what is in the repository
 PYTHON = sys.executable
 LAUNCH = [PYTHON, "-m", "torch.distributed.launch"]
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
-# In this environment a script computes in float64, where two correct variants differ by 1e-14 after a whole run; in one
-# thread, because two of them wait for each other as soon as another test needs a core.
-FLOAT64 = {"PYTHONPATH": str(PROGRAMS / "float64"), "OMP_NUM_THREADS": "1"}
 
-SCRIPTS = [path.name for path in markers.scripts() if path.name.startswith("train")]
+
+def float64(folder):
+    """Return the environment in which a script computes in float64 and verify.py notes its steps in a folder.
+
+    Two correct variants then differ by 1e-14 after a whole run. They use one thread, because two threads of one process
+    wait for each other as soon as another test needs a core.
+    """
+    return {**verify.environment(folder), "OMP_NUM_THREADS": "1"}
+
+
+SCRATCH = tempfile.TemporaryDirectory(prefix="recorded-")
+FLOAT64 = float64(SCRATCH.name)  # for a run whose steps no test compares
+
+# The scripts that train train.py's model; the detectors: test_yolov3.py
+SCRIPTS = [path.name for path in markers.scripts() if path.parent == ROOT and re.match("train(?!_yolov3)", path.name)]
 # What a script needs to show its idea in a short run; a script that is not listed needs nothing
 OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_elastic.py": ["--snapshot-every", "5"],
            "train_grad_accum.py": ["--accum-steps", "5"]}
@@ -52,9 +66,9 @@ RUNS = {script: [*command(script), *SAME] for script in SCRIPTS} | {
     "train_DDP.py on 3": [*command("train_DDP.py", 3), *SAME, "--find-unused-parameters"]}
 
 
-def precision(name):
+def precision(name, folder=None):
     """Return the environment in which a command of RUNS computes in float64; train_amp.py has its own precision."""
-    return {} if name == "train_amp.py" else FLOAT64
+    return {} if name == "train_amp.py" else float64(folder) if folder else FLOAT64
 
 
 def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
@@ -150,7 +164,7 @@ def good(finished):
 def epochs(out):
     """Return what the lines of a run's epochs say: one dict of numbers each."""
     return [{name: float(value) for name, value in
-             re.findall(r"(loss|val_loss|accuracy|top5|lr) ([-+.\dinfae]+)", line)}
+             re.findall(r"(loss|val_loss|accuracy|top5|mAP50|mAP|lr) ([-+.\dinfae]+)", line)}
             for line in out.splitlines() if line.startswith("epoch")]
 
 
@@ -159,6 +173,11 @@ def copy_out(script, folder):
     folder.mkdir(parents=True)
     shutil.copytree(ROOT / "common", folder / "common", ignore=shutil.ignore_patterns("__pycache__"))
     return Path(shutil.copy(ROOT / script, folder))
+
+
+def whole_file(folder, file):
+    """Write a folder of train_DCP.py as a file, as a user does."""
+    return good(run(PYTHON, "-m", "common.folders", folder, file))
 
 
 def load(path):
@@ -190,17 +209,23 @@ def same(left, right):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Return a function that runs a command of RUNS once, when it is first asked for: name to (folder, result)."""
+    """Return a function that runs a command of RUNS once, when it is first asked for: name to (folder, result).
+
+    Its steps are recorded in `get.steps(name)`, for verify.compare().
+    """
     folder = tmp_path_factory.mktemp("runs")
     done = {}
 
     def get(name):
         if name not in done:
             output = folder / name.replace(" ", "-")
-            done[name] = output, good(run(*RUNS[name], "--output-dir", output, env=precision(name),
+            done[name] = output, good(run(*RUNS[name], "--output-dir", output, env=precision(name, get.steps(name)),
                                           terminal=name == "train_mp.py"))
+            for number, file in enumerate(["epoch-002.pt", "last.pt"] if name == "train_DCP.py" else [], 2):
+                whole_file(output / f"step-{number * 14:07}", output / file)
         return done[name]
 
+    get.steps = lambda name: folder / f"steps-of-{name.replace(' ', '-')}"
     return get
 
 
@@ -223,6 +248,25 @@ def photos(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory):
+    """Return a folder with a dataset of `lines`: 24 images to train, 7 to validate; every third one has no box."""
+    from torchvision.io import write_png
+
+    from common import detection
+
+    folder = tmp_path_factory.mktemp("scenes")
+    for name, dataset, count in zip(("train", "val"), detection.create_datasets("scenes", "", 96, 0), (24, 7)):
+        lines = []
+        for index in range(count):
+            image, labels = dataset[index]
+            write_png(image, str(folder / f"{name}{index}.png"))
+            boxes = [f"{x:g},{y:g},{right:g},{bottom:g},{kind:g}" for _, kind, x, y, right, bottom in labels.tolist()]
+            lines.append(" ".join([f"{name}{index}.png", *(boxes if index % 3 else [])]))
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """Let a script run in this process: no launcher's variables; afterwards its group and its settings are gone."""
@@ -241,7 +285,7 @@ def alone(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Make drills of the tests in tests/drills."""
+    """Make drills of the tests in tests/drills, except the long ones."""
     for item in items:
-        if ROOT / "tests/drills" in item.path.parents:
+        if ROOT / "tests/drills" in item.path.parents and not item.get_closest_marker("long"):
             item.add_marker("drill")

@@ -24,6 +24,13 @@ def around(folder, script, *arguments):
             "--output-dir", folder / "out"]
 
 
+@pytest.mark.parametrize("moment", ["early", "late"])
+def test_an_interrupted_constructor_adds_nothing_to_the_line(moment):
+    """A DataLoader's iterator has no workers yet, so its `__del__` fails; or they start, and torch misses them."""
+    ended = run(PYTHON, PROGRAMS / "half_built.py", moment, env=FROM_ROOT)
+    assert (ended.code, ended.err) == (143, "half_built.py: error: terminated by SIGTERM\n")
+
+
 @pytest.mark.drill
 def test_a_good_run_destroys_the_group(tmp_path):
     good(run(*around(tmp_path, "train_DDP.py", "--epochs", "1", "--batch-size", "718")))

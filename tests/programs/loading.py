@@ -15,7 +15,7 @@ class Numbers(torch.utils.data.Dataset):
         return 10**6
 
     def __getitem__(self, index):
-        return index
+        return index, index
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Checkpoints and the output folder: what a resumed run takes from its command, and file systems that cannot lock."""
 import errno
+import functools
+import math
 import os
 import socket
 import stat
@@ -12,7 +14,7 @@ import pytest
 import torch
 from conftest import PROGRAMS, ROOT, same
 
-from common import checkpoint, models
+from common import checkpoint, models, shards
 from common.errors import ProcessError
 
 
@@ -39,16 +41,20 @@ def train(state, epochs):
 
 
 def save(path, state, epoch):
-    checkpoint.save_checkpoint(path, state, epoch=epoch, accuracy=0.5, best_accuracy=0.5)
+    checkpoint.save_checkpoint(path, checkpoint.gather(state, epoch=epoch, score=0.5, best_score=0.5))
     return path
 
 
-def test_the_same_command_resumes_bit_for_bit(tmp_path, capsys):
-    whole = make()
+@pytest.mark.parametrize("schedule", [
+    None, functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=6),
+    functools.partial(torch.optim.lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=4)],
+    ids=["cosine", "one cycle", "cycles"])  # the last two also change the momentum
+def test_the_same_command_resumes_bit_for_bit(tmp_path, capsys, schedule):
+    whole = make(schedule=schedule)
     rates = train(whole, 6)
-    half = make()
+    half = make(schedule=schedule)
     train(half, 3)
-    again = make()
+    again = make(schedule=schedule)
     assert checkpoint.resume(save(tmp_path / "half.pt", half, 3), tmp_path, again) == (4, 0.5)
     assert "changes" not in capsys.readouterr().out
     assert train(again, 3) == rates[3:]
@@ -81,6 +87,24 @@ def test_a_scheduler_of_ones_own_is_scaled(tmp_path):
     new = make(lr=0.4, schedule=schedule)
     checkpoint.resume(save(tmp_path / "old.pt", old, 3), tmp_path, new)
     assert [rate[0] for rate in train(new, 3)] == pytest.approx([0.2, 0.1, 0.1])
+
+
+def test_a_scheduler_that_looks_at_the_loss_is_resumed_with_the_rate_of_the_command(tmp_path, capsys):
+    """It does not note the first rate in the optimizer, as others do."""
+    def make_plateau(lr):
+        plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+        state = make(lr=lr, schedule=plateau)
+        return state, checkpoint.resume(None, tmp_path, state)
+
+    old, start = make_plateau(0.1)
+    assert start == (1, -math.inf)  # any score is higher
+    for _ in range(2):
+        old["optimizer"].step()
+        old["scheduler"].step(1.0)
+    new, _ = make_plateau(0.4)
+    checkpoint.resume(save(tmp_path / "old.pt", old, 2), tmp_path, new)
+    assert [group["lr"] for group in new["optimizer"].param_groups] == pytest.approx([0.04] * 2)
+    assert "changes lr from 0.01 to 0.04" in capsys.readouterr().out and new["scheduler"].best == 1.0
 
 
 def test_what_is_resumed_does_not_lean_on_the_file(tmp_path):
@@ -137,8 +161,8 @@ def test_a_snapshot_has_the_weights_of_its_call_and_training_goes_on(tmp_path):
     state, writer, go_on = make(), checkpoint.BackgroundWriter(), threading.Event()
     train(state, 1)
     writer.pool.submit(go_on.wait)
-    expected = checkpoint._copy(checkpoint._content(state, {}))
-    writer.save(tmp_path / "last.pt", state, epoch=1)
+    expected = shards.copied(checkpoint.gather(state))
+    writer.save(tmp_path / "last.pt", checkpoint.gather(state, epoch=1))
     train(state, 1)
     go_on.set()
     writer.wait()
@@ -149,11 +173,11 @@ def test_a_snapshot_has_the_weights_of_its_call_and_training_goes_on(tmp_path):
 def test_a_snapshot_that_cannot_be_written_is_an_error_of_the_next_wait(tmp_path):
     writer = checkpoint.BackgroundWriter()
     (tmp_path / "last.pt").mkdir()
-    writer.save(tmp_path / "last.pt", make())
+    writer.save(tmp_path / "last.pt", {})
     with pytest.raises(ProcessError, match="cannot save"):
         writer.wait()
     with pytest.raises(ProcessError, match="cannot save"):
-        writer.save(tmp_path / "other.pt", make())
+        writer.save(tmp_path / "other.pt", {})
 
 
 def test_processes_that_found_different_checkpoints_do_not_start(tmp_path, monkeypatch):
@@ -162,7 +186,7 @@ def test_processes_that_found_different_checkpoints_do_not_start(tmp_path, monke
     monkeypatch.setattr(checkpoint, "agree", asked.append)
     with pytest.raises(checkpoint.UsageError, match="--resume: the processes found different checkpoints"):
         checkpoint.resume("auto", tmp_path, make(), {"step": 0})
-    assert asked == [((1, -1.0), {"step": 0})]
+    assert asked == [((1, -math.inf), {"step": 0})]
 
 
 def test_the_lock_names_its_holder_alone(tmp_path):

@@ -1,9 +1,12 @@
 """The data: how a set is split, augmented and normalised, and what the sets of pairs write."""
 import numpy as np
+import pytest
 import torch
 from PIL import Image
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
 
-from common import datasets, pairs
+from common import datasets, models, pairs
+from common.errors import ProcessError, UsageError, explain
 
 
 def test_a_fifth_of_each_class_is_kept_for_validation():
@@ -38,6 +41,189 @@ def test_normalised_pixels_have_mean_0_and_standard_deviation_1():
     train, _ = datasets.create_datasets("digits", "", 0, "")
     pixels = datasets.Normalize(train)(train.images)
     assert pixels.dtype == torch.float32 and abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
+
+
+class Samples:
+    """A reader's dataset: the given samples, and attributes."""
+
+    def __init__(self, samples, **attributes):
+        self.samples = samples
+        self.__dict__.update(attributes)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+def first_batch(dataset, workers=0):
+    options = datasets.loader_options(workers, torch.device("cpu"), dataset)
+    return next(iter(DataLoader(dataset, 3, **options)))
+
+
+INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+
+
+@pytest.mark.parametrize("dataset", [
+    TensorDataset(INPUTS, TARGETS),
+    StackDataset(INPUTS, TARGETS),  # its __getitems__ returns a list of samples, as torch expects
+    Subset(TensorDataset(INPUTS, TARGETS), [0, 1, 2]),
+    Subset(Subset(TensorDataset(INPUTS, TARGETS), [3, 0, 1, 2]), [1, 2, 3]),
+    ConcatDataset([TensorDataset(INPUTS[:2], TARGETS[:2]), TensorDataset(INPUTS[2:], TARGETS[2:])]),
+    Samples([(row.numpy(), label) for label, row in enumerate(INPUTS)]),
+    Samples([[row, np.int64(label)] for label, row in enumerate(INPUTS)]),
+], ids=["tensors", "__getitems__", "subset", "subset of a subset", "concatenated", "arrays and numbers", "lists"])
+def test_samples_of_any_dataset_become_a_batch(dataset):
+    inputs, targets = first_batch(dataset)
+    assert torch.equal(inputs, INPUTS[:3]) and torch.equal(targets, TARGETS[:3])
+    datasets.set_epoch(dataset, 1)  # none of them has one
+
+
+def test_a_whole_batch_stays_as_it_is_in_a_subset_too():
+    train, _ = datasets.create_datasets("digits", "", 0, "")
+    for dataset, first in (train, 0), (Subset(train, [5, 6, 7]), 5):
+        images, labels = first_batch(dataset)
+        assert torch.equal(images, train.images[first:first + 3])
+        assert torch.equal(labels, train.labels[first:first + 3])
+
+
+def test_numbers_have_the_type_of_the_weights():
+    inputs, targets = first_batch(Samples([(1.5, np.float64(2.5))] * 3))
+    assert inputs.dtype == targets.dtype == torch.get_default_dtype()
+    inputs, _ = first_batch(Samples([(np.ones(2), 0)] * 3))
+    assert inputs.dtype == torch.float64  # an array keeps its type
+
+
+PICTURE = Image.new("RGB", (4, 4))
+
+
+@pytest.mark.parametrize(("samples", "error", "said"), [
+    ([(PICTURE, 0)] * 3, UsageError, r"a PIL\.Image\.Image and a int; .*ToTensor"),
+    ([{"x": 1, "y": 2}] * 3, UsageError, r"a dict of 2; .*tuple \(input, target\)"),
+    ([(1, 2, 3)] * 3, UsageError, "a tuple of 3; "),
+    ([torch.zeros(2)] * 3, UsageError, r"a torch\.Tensor; "),
+    ([((torch.zeros(2), torch.zeros(2)), 0)] * 3, UsageError, "a tuple of 2 and a int; .*one tensor each"),
+    ([(torch.zeros(2), "cat")] * 3, UsageError, "a torch.Tensor and a str; .*one tensor each"),
+    ([(torch.zeros(size), 0) for size in (2, 3, 2)], ProcessError, r"differ in shape: .*\[2\].*collate_fn"),
+], ids=["PIL", "dict", "three", "input only", "two inputs", "text", "ragged"])
+def test_a_sample_that_does_not_fit_is_named_in_one_line(samples, error, said):
+    with pytest.raises(error, match=said) as raised:
+        first_batch(Samples(samples))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_worker_says_it_in_one_line_too():
+    with pytest.raises(UsageError) as raised:
+        first_batch(Samples([(PICTURE, 0)] * 3), workers=1)
+    assert explain(raised.value).startswith("a sample is a PIL.Image.Image")
+
+
+class Epochs(Samples):
+    """A dataset that remembers its epoch without shared memory."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return self.samples[index], self.epoch
+
+
+def test_workers_see_the_epoch_of_any_dataset():
+    inner = Epochs([0, 1])
+    for dataset in (inner, Subset(inner, [1, 0]), ConcatDataset([TensorDataset(TARGETS, TARGETS), inner])):
+        loader = DataLoader(dataset, 1, **datasets.loader_options(1, torch.device("cpu"), dataset))
+        for epoch in (1, 2):
+            datasets.set_epoch(dataset, epoch)
+            assert [targets.item() for _, targets in loader][-1] == epoch
+    train, _ = datasets.create_datasets("digits", "", 0, "")
+    for dataset in (train, Subset(train, [0]), Samples([1])):  # these workers need not start again
+        assert datasets.loader_options(1, torch.device("cpu"), dataset)["persistent_workers"]
+
+
+BYTES = torch.tensor([0, 255], dtype=torch.uint8).repeat(6).reshape(2, 1, 2, 3).expand(2, 3, 2, 3)
+
+
+@pytest.mark.parametrize(("attributes", "low", "high"), [
+    ({}, [0, 0, 0], [1, 1, 1]),
+    ({"mean": (0.5, 0.25, 0), "std": (0.5, 0.5, 1)}, [-1, -0.5, 0], [1, 1.5, 1]),
+    ({"mean": 0.5, "std": np.float32(0.5)}, [-1, -1, -1], [1, 1, 1]),
+    ({"mean": torch.tensor([0.5]), "std": [0.25]}, [-2, -2, -2], [2, 2, 2]),
+    # no statistics of pixels in [0, 1]: methods, prices, numbers out of range, nothing to divide by, one of two
+    ({"mean": len, "std": len}, [0, 0, 0], [1, 1, 1]),
+    ({"mean": 21000.0, "std": 400.0}, [0, 0, 0], [1, 1, 1]),
+    ({"mean": 0.3, "std": 65.0}, [0, 0, 0], [1, 1, 1]),
+    ({"mean": 125.0, "std": 0.3}, [0, 0, 0], [1, 1, 1]),
+    ({"mean": -0.5, "std": 0.5}, [0, 0, 0], [1, 1, 1]),
+    ({"mean": 0.5, "std": 0.0}, [0, 0, 0], [1, 1, 1]),
+    ({"mean": 0.5}, [0, 0, 0], [1, 1, 1]),
+], ids=["nothing", "channels", "numbers", "one each", "methods", "prices", "wide", "bright", "negative",
+       "no spread", "no std"])
+def test_images_of_bytes_are_scaled(attributes, low, high):
+    for dataset in (Samples([], **attributes), Subset(Samples([], **attributes), [])):
+        values = datasets.Normalize(dataset)(BYTES)
+        assert values.dtype == torch.get_default_dtype()
+        assert torch.allclose(values.amin((0, 2, 3)), torch.tensor(low, dtype=values.dtype))
+        assert torch.allclose(values.amax((0, 2, 3)), torch.tensor(high, dtype=values.dtype))
+
+
+@pytest.mark.parametrize("inputs", [
+    torch.rand(2, 5), torch.rand(2, 3, 4, 4), torch.rand(2, 3, 4, 4).half(), torch.arange(6).reshape(2, 3),
+    torch.zeros(2, 5, dtype=torch.uint8)], ids=["table", "images", "half", "tokens", "table of bytes"])
+def test_what_is_no_image_of_bytes_is_not_touched(inputs):
+    normalize = datasets.Normalize(Samples([], mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)))
+    assert normalize(inputs) is inputs
+
+
+def test_statistics_of_other_channels_are_refused():
+    """Broadcasting would make three channels of one."""
+    normalize = datasets.Normalize(Samples([], mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)))
+    with pytest.raises(UsageError, match="mean and std have 3 values; its images have 1 channels"):
+        normalize(BYTES[:, :1])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(100))
+
+    def __len__(self):
+        return 100
+
+
+@pytest.mark.parametrize(("train", "val", "said"), [
+    (Samples([0] * 3), Samples([0]), "--batch-size 4: there are only 3 samples"),
+    (Samples([0] * 4), Samples([]), "the validation set has no samples"),
+    (Stream(), Samples([0]), "Stream: .*map-style datasets with a length"),
+    (Samples([0] * 4), iter([0]), "list_iterator: .*map-style datasets with a length"),
+])
+def test_datasets_that_cannot_be_trained_on_are_refused(train, val, said):
+    with pytest.raises(UsageError, match=said):
+        datasets.require_samples(train, val, 4)
+
+
+IMAGE = torch.zeros(3, 32, 32)
+
+
+@pytest.mark.parametrize(("dataset", "found"), [
+    (Samples([(IMAGE, 0)], classes=["ash", "oak"]), (2, (3, 32, 32))),  # as torchvision's have it
+    (Samples([], num_classes=7, image_shape=(1, 28, 28)), (7, (1, 28, 28))),
+    (Subset(Samples([(IMAGE, 0)], classes=["ash", "oak"]), [0]), (2, (3, 32, 32))),
+    (Subset(datasets.create_datasets("digits", "", 0, "")[0], [0]), (10, (1, 28, 28))),
+])
+def test_the_classes_and_the_shape_follow_from_the_dataset(dataset, found):
+    assert datasets.classes_and_shape(dataset) == found
+    models.create_model("cnn", *found)
+
+
+@pytest.mark.parametrize(("dataset", "said"), [
+    (TensorDataset(torch.zeros(2, 3, 32, 32), TARGETS[:2]), "how many classes .* train_set.num_classes = NUMBER"),
+    (TensorDataset(INPUTS, TARGETS), r"inputs \(C, H, W\); those of this dataset are \(3,\).*# yours: the model"),
+    (Samples([(torch.zeros(32, 32, 3), 0)], classes="ab"), r"are \(32, 32, 3\); permute them"),
+    (Samples([(PICTURE, 0)], classes="ab"), "PIL.Image.Image .*ToTensor"),
+])
+def test_what_the_models_cannot_take_is_said(dataset, said):
+    with pytest.raises(UsageError, match=said):
+        datasets.classes_and_shape(dataset)
 
 
 def test_a_seed_follows_from_each_of_its_numbers_and_from_their_order():

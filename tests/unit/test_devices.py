@@ -85,11 +85,13 @@ def test_deterministic_is_for_those_who_ask(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     assert not torch.are_deterministic_algorithms_enabled()
     try:
-        devices.set_deterministic(False)
+        devices.set_deterministic(False, torch.device("mps"))
         assert not torch.are_deterministic_algorithms_enabled()
-        devices.set_deterministic(True)
+        devices.set_deterministic(True, torch.device("cuda"))
         assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        with pytest.raises(UsageError, match="--deterministic: MPS .* --device cpu"):
+            devices.set_deterministic(True, torch.device("mps"))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
     (folder / "hollow/oak").mkdir(parents=True)
     (folder / "file").write_text("a file, not a folder\n")
     resnet = {"model": {"conv1.weight": torch.zeros(64, 1, 3, 3)}, "optimizer": {}, "scheduler": {}, "epoch": 1,
-              "accuracy": 0.5, "best_accuracy": 0.5}
+              "score": 0.5, "best_score": 0.5}
     torch.save(resnet, folder / "resnet.pt")
     torch.save({"model": resnet["model"]}, folder / "weights.pt")
     whole = (folder / "resnet.pt").read_bytes()

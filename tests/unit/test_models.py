@@ -1,8 +1,9 @@
-"""The networks and the schedule, against what their papers say."""
+"""The networks and the schedule, against what their papers say; and accuracy."""
 import pytest
 import torch
 
 from common import models
+from common.errors import UsageError
 
 
 @pytest.mark.parametrize(("size", "left"), [(28, 4), (32, 4), (64, 8), (65, 3), (224, 7)])
@@ -22,3 +23,48 @@ def test_the_rate_falls_along_half_a_cosine_to_its_last_fraction(lrf):
     assert [factor(n) for n in (0, 5, 10)] == pytest.approx([1, (1 + lrf) / 2, lrf])
     assert factor(2) == pytest.approx(lrf + (1 - lrf) * 0.9045085)  # (1 + cos 36 degrees) / 2
     assert factor(11) == factor(10)  # a run that is resumed past its end
+
+
+def test_a_hit_is_a_label_among_the_highest():
+    outputs, labels = torch.tensor([[3.0, 2.0, 1.0]] * 3), torch.tensor([0, 1, 2])
+    assert models.top(1)(outputs, labels).tolist() == [True, False, False]
+    assert models.top(2)(outputs, labels).tolist() == [True, True, False]
+    assert models.top(5)(outputs, labels).all()  # of three classes
+
+
+@pytest.mark.parametrize(("outputs", "labels"), [
+    (torch.zeros(4, 1), torch.zeros(4, 1)), (torch.zeros(4, 3), torch.zeros(4)), (torch.zeros(4), torch.arange(4)),
+    (torch.zeros(4, 3, 8, 8), torch.zeros(4, 8, 8, dtype=torch.int64))])
+def test_there_is_no_accuracy_of_a_regression(outputs, labels):
+    """Broadcasting would make a number of it."""
+    with pytest.raises(UsageError, match="accuracy needs .*# yours: the metrics"):
+        models.top(1)(outputs, labels)
+
+
+def test_a_model_without_a_classifier_cannot_be_frozen():
+    with pytest.raises(UsageError, match="--freeze-layers: .*no linear layer"):
+        models.freeze_layers(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))
+
+
+@pytest.mark.parametrize(("metric", "said"), [
+    (lambda outputs, labels: outputs.mean(), r"'mine' returned shape \(\) for 3 samples"),
+    (lambda outputs, labels: 0.5, "'mine' returned float for 3 samples")])
+def test_a_metric_of_another_size_is_named(metric, said):
+    outputs, labels = torch.ones(3, 2), torch.zeros(3)
+    assert models.sum_metrics({"mine": lambda outputs, labels: outputs[:, :1]}, outputs, labels) == [3.0]
+    with pytest.raises(UsageError, match=said):
+        models.sum_metrics({"mine": metric}, outputs, labels)
+
+
+@pytest.mark.parametrize("name", ["cnn", "vit_base"])
+def test_stages_have_even_shares_of_the_parameters_and_each_layer_once(name):
+    with torch.device("meta"):
+        model = models.create_model(name, 10, (1, 28, 28))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for count in range(1, 7):
+        parts = models.cut(model, count)
+        assert [id(layer) for part in parts for layer in part] == [id(layer) for layer in models.cut(model, 1)[0]]
+        sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
+        assert len(parts) == count and all(sizes) and sum(sizes) == whole
+        if name == "vit_base" and 12 % count == 0:
+            assert max(sizes) < 1.01 * whole / count

@@ -1,0 +1,24 @@
+"""Is told to end while torch builds a loader's iterator: "early", before it has workers; "late", as they start."""
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+from torch.utils.data import DataLoader, Sampler
+
+from common import errors
+
+
+class Ending(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        if sys.argv[1] == "early":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.batches()
+
+    def batches(self) -> Iterator[list[int]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield [0]
+
+
+with errors.report_errors():
+    next(iter(DataLoader([0], batch_sampler=Ending(), num_workers=2)))

@@ -1,0 +1,103 @@
+"""Records a small loop on one process, and on two with one mistake each: mistakes.py FOLDER.
+
+Every process is forked from this one, which has imported torch. FOLDER/MISTAKE on 2 holds what its two ranks recorded.
+"""
+import multiprocessing.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import verify
+
+MISTAKES = [
+    "right", "another seed", "weights of each rank", "model instead of DDP", "scheduler on rank 0", "no set_epoch",
+    "summed loss", "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm",
+    "batchnorm left in eval", "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout",
+    "weight decay", "decay of ranks"]
+
+
+
+def train(mistake, rank, world):
+    torch.manual_seed({"another seed": 1, "weights of each rank": rank}.get(mistake, 0))
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
+    model = nn.Sequential(*layers)
+    alone = world == 1 or mistake in ("weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks")
+    wrapped = model if alone else DistributedDataParallel(model)
+    g = torch.Generator().manual_seed(2)
+    data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
+                         torch.arange(48).remainder(5).add(1).double())
+    if mistake == "no sampler":
+        loader = DataLoader(data, 8 // world, shuffle=True)
+    else:
+        sampler = DistributedSampler(data, world, rank)
+        loader = DataLoader(data, 8 if mistake == "batch per process" else 8 // world, sampler=sampler)
+    decay = 0.1 if mistake == "weight decay" else 0.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.2 if mistake == "rate times 2" else 0.1, weight_decay=decay)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for epoch in range(1 if mistake == "fewer epochs" else 2):
+        if mistake not in ("no set_epoch", "no sampler"):
+            sampler.set_epoch(epoch)
+        for x, y, weight in loader:
+            optimizer.zero_grad()
+            out = wrapped(x)
+            if mistake == "functional dropout":
+                out = nn.functional.dropout(out, 0.5)
+            loss = (nn.functional.cross_entropy(out, y, reduction="none") * weight).sum()
+            total = weight.sum()
+            if world > 1 and mistake != "mean over own tokens":
+                dist.all_reduce(total)
+                total /= 1 if mistake == "summed loss" else world
+            (loss / total).backward()
+            if "clip" in mistake:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if mistake in ("clip per rank", "decay of ranks") and world > 1:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= world
+            optimizer.step()
+            if mistake == "decay of ranks":
+                model[0].weight.data *= 1 - 0.1 * rank
+        if mistake != "scheduler on rank 0" or rank == 0:
+            scheduler.step()
+        if mistake == "batchnorm left in eval" and rank == 0 and world > 1:
+            model.eval()
+        if mistake == "rank 0 stops" and rank == 0 and world > 1:
+            break
+
+
+def fork(mistake, folder, rank, world):
+    """Record one rank of a loop in a process of its own; return the process's id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    verify.Recorder(str(folder), native=False, steps=0)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
+    try:
+        train(mistake, rank, world)
+    except RuntimeError as error:  # the other rank has left
+        sys.last_value = error
+    finally:
+        multiprocessing.util._exit_function()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    import torch._dynamo  # noqa: F401  # here, or each process imports it for its optimizer
+    import torch.distributed.nn  # noqa: F401
+
+    alone = {"batchnorm", "clip per rank", "functional dropout"}  # the run on one process does the same there
+    for mistake in MISTAKES:
+        for world in (1, 2) if mistake in alone | {"right"} else (2,):
+            folder = Path(sys.argv[1]) / f"{mistake} on {world}"
+            folder.mkdir()
+            for pid in [fork(mistake, folder, rank, world) for rank in range(world)]:
+                os.waitpid(pid, 0)

@@ -1,0 +1,39 @@
+"""verify.py on the scripts, as they are launched."""
+import json
+import shlex
+
+from conftest import RUNS, SAME, copy_out, run
+
+import verify
+
+
+def test_two_scripts_train_the_same_model(tmp_path):
+    """The run ends after three steps, and nothing that it started is left: run() looks."""
+    commands = [f"python train.py {shlex.join(SAME)} --output-dir {tmp_path}/one",
+                f"torchrun --nproc-per-node=2 train_DDP.py {shlex.join(SAME)} --output-dir {tmp_path}/two"]
+    result = run("python", "verify.py", "--steps", "3", "--plot", tmp_path / "plot.svg",
+                 "--json", tmp_path / "report.json", *commands)
+    assert result.code == 0, result.out + result.err
+    lines = result.out.splitlines()
+    assert lines[:4] == [f"A: {commands[0]}", "   1 rank(s), 3 steps, float64 precision", f"B: {commands[1]}",
+                         "   2 rank(s), 3 steps, float64 precision"]
+    assert lines[4].startswith("same: 3 steps, greatest relative difference ") and len(lines) == 5
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["verdict"], report["cause"], report["steps"], report["ranks"]) == ("same", None, [3, 3], [1, 2])
+    assert report["difference"] < 1e-12 and report["precision"] == "float64"
+    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+
+
+def test_a_missing_set_epoch_is_named_with_its_step(runs, tmp_path):
+    script = copy_out("train_DDP.py", tmp_path / "copy")
+    text, line = script.read_text(), "        sampler.set_epoch(epoch)\n"
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, ""))
+    command = [*RUNS["train_DDP.py"], "--epochs", "2", "--output-dir", tmp_path / "run"]
+    command = [script if part == "train_DDP.py" else part for part in command]
+    assert verify.record(shlex.join(map(str, command)), tmp_path / "steps", 300) is None
+    runs("train.py")
+    report = verify.compare(runs.steps("train.py"), tmp_path / "steps")
+    assert (report["cause"], report["step"], report["ranks"]) == ("set-epoch", 1, [1, 2]), report  # it stays at epoch 0
+    assert report["parameter"].endswith((".weight", ".bias"))
+    assert "the same samples in steps 1 and 15" in report["message"]
