@@ -1,0 +1,89 @@
+"""Regression on a table, on one device: a plain training loop that needs nothing but torch.
+
+    python minimal/train.py
+
+Parent: none
+"""
+import argparse
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+
+class Table(Dataset):  # yours: the data
+    """A generated table. Each row is a tuple (features, target)."""
+
+    def __init__(self, rows, seed):
+        numbers = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+        self.features = numbers[:, :3]
+        self.targets = self.features.sin().sum(1, keepdim=True) + 0.5 * numbers[:, 3:]
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return self.features[index], self.targets[index]
+
+
+@torch.inference_mode()
+def evaluate(model, loader, device):  # yours: the loss, here and in main()
+    """Return the mean loss over all samples, each counted once."""
+    model.eval()
+    sums = torch.zeros(2, device=device)  # sum of the losses, number of samples
+    for features, targets in loader:
+        loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device), reduction="sum")
+        sums += torch.stack([loss, torch.full_like(loss, len(targets))])
+    return (sums[0] / sums[1]).item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=100, help="maximum passes over the table")
+    parser.add_argument("--patience", type=int, default=6, help="stop after N epochs without improvement")
+    parser.add_argument("--batch-size", type=int, default=60, help="samples per step, over ALL processes")
+    parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="for the weights and the order of the samples")
+    parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
+    parser.add_argument("--output", default="best.pt", help="the checkpoint of the best epoch")
+    args = parser.parse_args()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(args.seed)
+    train_set, val_set = Table(1000, seed=1), Table(499, seed=2)
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    val_loader = DataLoader(val_set, args.batch_size)
+
+    model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)  # yours: the model
+    optimizer = torch.optim.Adam(model.parameters(), args.lr)  # yours: the optimizer
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+    best_loss, best_epoch = float("inf"), 0
+    for epoch in range(1, args.epochs + 1):
+        if epoch - best_epoch > args.patience:
+            break
+        sampler.generator.manual_seed(args.seed * 10**6 + epoch)
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        for features, targets in train_loader:
+            loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach() * len(targets)
+
+        train_loss = loss_sum.item() / (len(train_loader) * args.batch_size)
+        val_loss, lr = evaluate(model, val_loader, device), scheduler.get_last_lr()[0]
+        scheduler.step(val_loss)
+        if val_loss < best_loss:
+            best_loss, best_epoch = val_loss, epoch
+
+        if epoch == best_epoch:
+            state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
+            torch.save(state, args.output + ".tmp")
+            os.replace(args.output + ".tmp", args.output)  # a crash cannot leave half a checkpoint
+        print(f"epoch {epoch:3}  loss {train_loss:.5f}  val_loss {val_loss:.5f}  lr {lr:g}")
+
+
+if __name__ == "__main__":
+    main()

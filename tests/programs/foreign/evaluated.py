@@ -1,0 +1,71 @@
+"""A classifier that is evaluated every few steps and returns probabilities in evaluation mode.
+
+    python evaluated.py
+    torchrun --nproc-per-node=2 evaluated.py --dropout 0.2
+"""
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+
+class Classifier(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(12, 48), nn.Linear(48, 4)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        x = self.fc2(self.dropout(F.relu(self.fc1(x))))
+        return x if self.training else x.softmax(dim=1)
+
+
+@torch.no_grad()
+def accuracy(model, loader):
+    model.eval()
+    correct = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+    return correct / len(loader.dataset)
+
+
+def run(cfg):
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if world > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(cfg.seed)
+    x = torch.randn(480, 12)
+    y = x[:, :4].argmax(1)
+    train_set, val_set = random_split(TensorDataset(x, y), [384, 96], torch.Generator().manual_seed(cfg.seed))
+    sampler = DistributedSampler(train_set, world, rank, seed=cfg.seed)
+    train_loader = DataLoader(train_set, batch_size=cfg.batch // world, sampler=sampler)
+    val_loader = DataLoader(val_set, batch_size=96)
+
+    model = Classifier(cfg.dropout)
+    wrapped = nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    step = 0
+    for epoch in range(cfg.epochs):
+        sampler.set_epoch(epoch)
+        for inputs, labels in train_loader:
+            model.train()
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(inputs), labels).backward()
+            optimizer.step()
+            step += 1
+            if step % cfg.eval_every == 0 and rank == 0:
+                print(f"step {step}: accuracy {accuracy(model, val_loader):.3f}")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--eval-every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    run(parser.parse_args())

@@ -1,0 +1,59 @@
+"""regression.py on several processes, without DistributedDataParallel: we average the gradients ourselves.
+
+    torchrun --nproc-per-node=2 regression_ddp.py
+"""
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def make_data(samples=512, features=8):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, features, generator=generator)
+    w = torch.randn(features, 1, generator=generator)
+    return x, x @ w + (x**2).mean(1, keepdim=True)
+
+
+def make_model(features=8):
+    return nn.Sequential(nn.Linear(features, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def batches(x, y, size, epoch):
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+    for part in order.split(size):
+        part = part[dist.get_rank()::dist.get_world_size()]
+        yield x[part], y[part]
+
+
+def share_weights(model):
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+
+
+def average_gradients(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def train(epochs=3, batch_size=64, lr=0.05):
+    torch.manual_seed(0)
+    model = make_model()
+    share_weights(model)
+    x, y = make_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for epoch in range(epochs):
+        for inputs, targets in batches(x, y, batch_size, epoch):
+            optimizer.zero_grad()
+            loss = ((model(inputs) - targets) ** 2).mean()
+            loss.backward()
+            average_gradients(model)
+            optimizer.step()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train()
+    dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""verify.py names the cause of a difference, step and parameter; on records of small loops, forked from one process."""
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import FROM_ROOT, PROGRAMS, ROOT
+
+import verify
+
+# What the ranks of each mistake recorded: tests/programs/mistakes.py
+CAUSES = {
+    "another seed": "start", "weights of each rank": "start", "model instead of DDP": "not-averaged",
+    "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch", "summed loss": "scale",
+    "rate times 2": "learning-rate", "batch per process": "batch-size", "fewer epochs": "batch-size",
+    "no sampler": "samples", "batchnorm left in eval": "evaluation", "batchnorm": "batchnorm",
+    "mean over own tokens": "uneven-mean", "rank 0 stops": "rank-stops", "clip per rank": "clip",
+    "functional dropout": "random", "weight decay": "unknown", "decay of ranks": "unknown"}
+STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
+         "decay of ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    if not hasattr(os, "fork"):
+        pytest.skip("this system cannot fork")
+    folder = tmp_path_factory.mktemp("records")
+    said = subprocess.run([sys.executable, PROGRAMS / "mistakes.py", folder], env={**os.environ, **FROM_ROOT},
+                          capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stderr
+    return folder
+
+
+def test_every_cause_has_a_mistake_that_shows_it():
+    assert set(CAUSES.values()) == set(verify.REMEDIES)
+
+
+def test_two_ranks_train_the_model_of_one(records):
+    report = verify.compare(records / "right on 1", records / "right on 2")
+    assert (report["verdict"], report["steps"], report["ranks"]) == ("same", [12, 12], [1, 2])
+    assert 0 < report["difference"] < 1e-12
+
+
+@pytest.mark.parametrize("mistake", CAUSES)
+def test_the_cause_of_a_mistake_is_named(records, mistake):
+    one = "batchnorm on 2" if "eval" in mistake else f"{mistake} on 1"
+    one = records / one if (records / one).exists() else records / "right on 1"
+    failed = None, "exit code 1" if mistake == "rank 0 stops" else None
+    report = verify.compare(one, records / f"{mistake} on 2", failed=failed)
+    assert (report["verdict"], report["cause"]) == ("different", CAUSES[mistake]), report
+    assert report["step"] == STEPS.get(mistake, 1)
+    assert mistake in ("fewer epochs", "rank 0 stops") or re.fullmatch(r"[012]\.(weight|bias)", report["parameter"])
+
+
+def test_the_order_of_the_commands_does_not_matter(records):
+    report = verify.compare(records / "no set_epoch on 2", records / "right on 1")
+    assert (report["cause"], report["step"], report["ranks"]) == ("set-epoch", 7, [2, 1])
+
+
+def test_a_parameter_is_known_by_its_name_or_by_its_place_or_by_its_weights():
+    row = lambda name, shape, start: [name, shape, [start, start, start]]  # noqa: E731
+    left = [row("a", [2], 1.0), row("b", [2], 2.0)]
+    assert verify.match(left, left[::-1]) == list(zip(left, left))
+    assert verify.match(left, [row("x", [2], 5.0), row("y", [2], 6.0)])[0][1][0] == "x"
+    assert verify.match(left, [row("0", [2], 2.0)]) == [(left[1], row("0", [2], 2.0))]
+
+
+@pytest.mark.parametrize(("arguments", "names"), [
+    ([], "COMMAND"), (["true"], "COMMAND"), (["true", "'"], "'"), (["", "true"], "empty"),
+    (["--steps", "x", "true", "true"], "'x'"), (["--json", "nowhere/report.json", "true", "true"], "nowhere")])
+def test_wrong_usage_is_named_in_one_line(arguments, names):
+    said = subprocess.run([sys.executable, ROOT / "verify.py", *arguments], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 2 and said.stdout == ""
+    assert len(said.stderr.splitlines()) == 1 and names in said.stderr
+
+
+@pytest.mark.parametrize(("command", "said"), [
+    ("true", "command A took no optimizer step"), ("sh -c 'echo broken pipe >&2; exit 3'", "broken pipe"),
+    ("/no/such/program", "/no/such/program")])
+def test_commands_that_train_nothing_are_not_comparable(command, said, tmp_path):
+    result = subprocess.run([sys.executable, ROOT / "verify.py", "--json", tmp_path / "report.json", command, "true"],
+                            capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "\nnot comparable: " in result.stdout and said in result.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "not comparable"
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
+    command = f"sh -c 'sleep 600 & echo $! > {tmp_path}/pid; setsid sleep 600'"
+    said = verify.record(command, tmp_path / "run", 1.0)
+    assert said.startswith("not at an end after 1 s")
+    stat = f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat"
+    assert not os.path.exists(stat) or open(stat).read().split()[2] == "Z"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Return for each way to end: (the folder of the records, what record() says)."""
+    found = {}
+    for way in ("well", "error", "nan", "by-hand"):
+        folder = tmp_path_factory.mktemp(way) / "run"
+        found[way] = folder, verify.record(f"{sys.executable} {PROGRAMS / 'ending.py'} {way}", folder, 60)
+    return found
+
+
+@pytest.mark.parametrize(("way", "said"), [("by-hand", "command A took no optimizer step"),
+                                           ("nan", "neither model is finite after step")])
+def test_what_took_no_step_or_diverged_is_not_the_same(ended, way, said):
+    folder, failed = ended[way]
+    report = verify.compare(folder, folder)
+    assert failed is None and report["verdict"] == "not comparable" and said in report["message"]
+
+
+def test_a_run_that_fails_does_not_differ(ended):
+    """Its error is what the reader needs; the steps that are missing follow from it."""
+    (well, _), (broken, failed) = ended["well"], ended["error"]
+    assert "a picture is broken" in failed
+    assert verify.compare(well, broken, failed=(None, failed))["cause"] is None
+    assert verify.compare(well, broken)["cause"] == "batch-size"
+
+
+def test_two_parameters_that_look_alike_are_two():
+    run = object.__new__(verify.Run)
+    rows = [["parameter", [2], [0.0, 0.0, 0.0], [0.1], [size] * 3, [size] * 3] for size in (1.0, 7.0)]
+    run.ranks = {rank: [{"rows": rows, "samples": []}] for rank in (0, 1)}
+    assert run.at(0)[1] == rows
+
+
+def test_samples_that_every_rank_reads_count_once():
+    """So it is in tensor and pipeline parallel: the batches have one size, and something else differs."""
+    def make(label, ranks, projection):
+        run = object.__new__(verify.Run)
+        row = ["weight", [2], [0.0] * 3, [0.1], [1.0, projection, 0.5], [0.0] * 3]
+        step = {"rows": [row], "samples": [1.0, 2.0], "batches": 1, "loss": 1.0, "clips": [], "flags": [], "resting": 0}
+        run.label, run.length, run.ranks = label, 1, {rank: [step] for rank in range(ranks)}
+        return run
+
+    a, b = make("A", 1, 0.7), make("B", 2, 0.2)
+    cause, fact = verify.explain(a, b, 0, verify.GRAD, verify.match(a.at(0)[1], b.at(0)[1]))
+    assert cause == "unknown" and fact.startswith("equal samples")
+
+
+def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path):
+    """Their steps must not be taken for those of one rank."""
+    for number in ("1", "2"):
+        (tmp_path / f"0-{number}.jsonl").write_text(next((records / "right on 1").glob("*.jsonl")).read_text())
+    report = verify.compare(records / "right on 1", tmp_path)
+    assert report["verdict"] == "not comparable" and "command B restarted" in report["message"]
