@@ -3,6 +3,7 @@
     python -m benchmarks.floor                                                    # five minutes on two cores
     python -m benchmarks.floor --model resnet18 --rounds 3 --epochs 1 --scripts train_DDP.py        # 25 minutes there
     python -m benchmarks.floor --model resnet18 --dataset fake --batch-size 512 --device cuda --processes 1
+    python -m benchmarks.floor --model yolov3-tiny --batch-size 16 --epochs 1    # the detector: only the bare step
 
 All contenders start first; the loops are in benchmarks/loops. In each round, each contender trains a few epochs while
 the others are paused, and the round gives one ratio for each pair. Every round is saved at once.
@@ -15,8 +16,9 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import OTHERS, floor_table, path_of, ratio, save, spread
-from common import cli, datasets, devices, errors
+from common import cli, datasets, detection, devices, errors, models
 
+DETECTOR = "yolov3-tiny"
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
 LOOPS = {"bare step": ["bare_ddp"], "no all-reduce": ["bare_ddp", "--alone"], "usual loop": ["usual_ddp"],
          "Accelerate": ["accelerate_loop"], "Fabric": ["fabric_loop"]}
@@ -30,7 +32,7 @@ def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
         if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
             print(f"without {name}: it is not installed (requirements-bench.txt)")
             continue
-        loop, *extra = LOOPS[name]
+        loop, *extra = LOOPS[name] if args.dataset != "scenes" else ["bare_yolov3"]
         yield name, measure.launch(args.processes, f"benchmarks.loops.{loop}", *task, *extra)
     for name in args.scripts:  # --timeout: collectives must survive the pauses
         yield name, measure.launch_script(args.processes, name, *task, "--timeout", "86400", "--output-dir",
@@ -43,7 +45,7 @@ def figures(contenders: dict[str, measure.Contender], alone: str | None) -> dict
     """Return the figures of the rounds so far."""
     speeds = {name: contender.speeds for name, contender in contenders.items()}
     pairs = [*(("train_DDP.py", other) for other in OTHERS), ("train_amp.py", "train_DDP.py"), ("train_DDP.py", alone),
-             ("no all-reduce", alone)]
+             ("no all-reduce", alone), ("train_yolov3_DDP.py", "bare step")]
     return {"table": {name: {"images_per_second": spread(contender.speeds),
                              "of_the_bare_step": ratio(contender.speeds, speeds["bare step"]),
                              "start_up_seconds": contender.start_up,
@@ -54,17 +56,22 @@ def figures(contenders: dict[str, measure.Contender], alone: str | None) -> dict
 
 
 def main() -> None:
-    parser = measure.make_parser(__doc__, epochs=4, batch_size=128, rounds=9)
+    parser = measure.make_parser(__doc__, epochs=4, batch_size=128, rounds=9, models=[*models.MODELS, DETECTOR])
     parser.add_argument("--processes", type=cli.positive_int, default=2, help="processes of each contender")
     parser.add_argument("--scripts", nargs="*", default=SCRIPTS, help="add train_amp.py if bf16 is fast here")
     parser.add_argument("--others", nargs="*", choices=list(LOOPS)[1:], default=list(LOOPS)[1:], help="loops to run")
     args = parser.parse_args()
+    detector = args.model == DETECTOR
+    if detector:
+        args.dataset, args.model, args.scripts, args.others = "scenes", "tiny", ["train_yolov3_DDP.py"], []
     device = devices.select_device(args.device)
     where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
-    train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
+    create, options = (detection.create_datasets, (96, 0)) if detector else (datasets.create_datasets, (0, "."))
+    train_set, _ = create(args.dataset, args.data_path, *options)
     images = len(train_set) // args.batch_size * args.batch_size
     threads = max(1, os.cpu_count() // args.processes)  # as many as each process of the other contenders has
-    alone = f"train.py, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" and args.processes > 1 else None
+    several = device.type == "cpu" and args.processes > 1 and not detector
+    alone = f"train.py, {threads} thread{'s' * (threads > 1)}" if several else None
     contenders = {}
     try:
         for name, command in commands(args, alone):

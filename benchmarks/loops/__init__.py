@@ -68,9 +68,9 @@ def quick_start(model, optimizer, loader, backward):
     return train_epoch, len(loader)
 
 
-def run(doc, prepare, *flags):
+def run(doc, prepare, *flags, **choices):
     """Train with what `prepare(args)` returns, and print the speed of each epoch as the scripts do."""
-    parser = measure.make_parser(doc, epochs=5, batch_size=64)
+    parser = measure.make_parser(doc, epochs=5, batch_size=64, **choices)
     for flag in flags:
         parser.add_argument(flag, action="store_true", help="see above")
     with errors.report_errors():

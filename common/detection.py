@@ -1,0 +1,329 @@
+"""Object detection: datasets with boxes, anchors, sizes for multi-scale training, and pictures of the boxes.
+
+The datasets return whole batches, as those of `common/datasets.py` do: `uint8` images (N, 3, S, S) and `float32` labels
+(M, 6), one row per box: its image's place in the batch, class, x1, y1, x2, y2 in pixels of these images. Class `-1 - c`
+marks a region to ignore: its objects of class c are not labeled one by one (COCO's crowds) or are too difficult (VOC).
+Detections there count neither as correct nor as wrong.
+"""
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.io import write_png
+from torchvision.transforms import v2
+from torchvision.tv_tensors import BoundingBoxes
+from torchvision.utils import draw_bounding_boxes, make_grid
+
+from .datasets import SPLIT_SEED, _digits, mix
+from .errors import ProcessError, UsageError, reason
+from .images import decode
+from .mean_ap import average_precision as average_precision
+from .mean_ap import match as match
+from .reduce import is_main_process
+
+DATASETS = ["scenes", "lines", "coco", "voc"]
+GRAY = 128  # the bars around a letterboxed image, as in the authors' darknet
+SIDE = 96  # of a scene's canvas, in pixels
+INK = 96  # the darkest level of a digit that its box encloses
+
+
+def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> tuple[Any, Any]:
+    """Return the training and validation sets of `name`, one of DATASETS, with images of `image_size` pixels.
+
+    The folder `path` holds these files, where PART is train or val:
+
+    - "lines": PART.txt has a line `image x1,y1,x2,y2,class x1,y1,...` for each image, relative to the folder.
+    - "coco": annotations/instances_PART*.json, and images in the folder PART* of the same name.
+    - "voc": names in ImageSets/Main/PART.txt, Annotations/NAME.xml, and images in JPEGImages.
+
+    classes.txt may name the classes of "lines" and "voc", one per line; otherwise, train has them all. UsageError names
+    the file, and the line if there is one, for missing or malformed files, unknown classes and boxes without area.
+    """
+    if image_size % 32:
+        raise UsageError(f"--image-size {image_size}: not a multiple of 32")
+    if name == "scenes":
+        train_digits, val_digits = _digits()
+        return Scenes(*train_digits, 1024, image_size, seed, True), Scenes(*val_digits, 256, image_size, seed, False)
+    if not Path(path).is_dir():
+        raise UsageError(f"--data-path {path}: no such folder")
+    (train, known), (val, _) = (READERS[name](Path(path), part) for part in ("train", "val"))
+    index, options = {label: place for place, label in enumerate(known)}, ([*known.values()], image_size, seed)
+    return (Files([_encode(name, index, *sample) for sample in train], *options, True),
+            Files([_encode(name, index, *sample) for sample in val], *options, False))
+
+
+class BoxDataset:
+    """The base class. A subclass reads one sample: an image (3, S, S) and rows (m, 5), without their place."""
+
+    _read: Callable[[int], tuple[Tensor, Tensor]]
+
+    def __init__(self, count: int, classes: list[str], image_size: int, seed: int, train: bool) -> None:
+        self.count, self.classes, self.num_classes = count, classes, len(classes)
+        self.image_size, self.seed, self.train = image_size, seed, train
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers outlive epochs
+
+    def __len__(self) -> int:
+        return self.count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the scenes or the augmentation of this epoch; call it before the loader workers start the epoch."""
+        self.epoch.fill_(epoch)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        images, rows = zip(*[self._read(int(index)) for index in indices])
+        places = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(each) for each in rows]))
+        return torch.stack(images), torch.cat([places[:, None], torch.cat(rows)], 1)
+
+
+class Scenes(BoxDataset):
+    """Scenes of 1 to 6 digits, 18 to 64 pixels high, on a dark, noisy canvas of 96 x 96 pixels.
+
+    Two boxes share at most a quarter of the smaller one, and each is tight around its digit. In training, a scene
+    depends only on `(seed, epoch, index)`, in validation only on `index`.
+    """
+
+    most_workers = 0  # a core draws 1,500 scenes/s
+
+    def __init__(self, images: Tensor, labels: Tensor, count: int, image_size: int, seed: int, train: bool) -> None:
+        super().__init__(count, [str(digit) for digit in range(10)], image_size, seed, train)
+        self.digits = [(label, image[0, ys.min():ys.max() + 1, xs.min():xs.max() + 1].float())
+                       for label, image in zip(labels.tolist(), images) for ys, xs in [torch.where(image[0] >= INK)]]
+
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+        draw = random.Random(mix(self.seed, int(self.epoch), index) if self.train else mix(SPLIT_SEED, index))
+        noise = torch.frombuffer(bytearray(draw.randbytes(SIDE * SIDE)), dtype=torch.uint8) >> 3
+        canvas = noise.reshape(SIDE, SIDE).expand(3, -1, -1).contiguous()
+        rows: list[tuple[int, ...]] = []
+        for _ in range(draw.randint(1, 6)):
+            label, digit = draw.choice(self.digits)
+            height = draw.randint(18, 64)
+            width = round(height * digit.shape[1] / digit.shape[0])
+            tint = digit.new_tensor([draw.uniform(0.5, 1) for _ in range(3)]).reshape(3, 1, 1)
+            for _ in range(20):  # if no place is free, the scene has one digit fewer
+                left, top = int(draw.random() * (SIDE + 1 - width)), int(draw.random() * (SIDE + 1 - height))
+                box = left, top, left + width, top + height
+                if any(_overlap(box, other) > 0.25 for _, *other in rows):
+                    continue
+                ink = F.interpolate(digit[None, None], (height, width), mode="bilinear", align_corners=True)[0] * tint
+                window = canvas[:, top:top + height, left:left + width]
+                torch.maximum(window, ink.to(torch.uint8), out=window)
+                rows.append((label, *box))
+                break
+        return letterbox(canvas, torch.tensor(rows, dtype=torch.float32), self.image_size)
+
+
+def _overlap(box: Sequence[int], other: Sequence[int]) -> float:
+    width, height = min(box[2], other[2]) - max(box[0], other[0]), min(box[3], other[3]) - max(box[1], other[1])
+    areas = [(each[2] - each[0]) * (each[3] - each[1]) for each in (box, other)]
+    return max(width, 0) * max(height, 0) / min(areas)
+
+
+class Files(BoxDataset):
+    """Image files with boxes: decoded on access and, in validation, letterboxed.
+
+    In training, they are scaled by 0.7 to 1.4 instead, cropped or padded at a random place, flipped and jittered in
+    color. This depends only on `(seed, epoch, index)`. Boxes are clipped to the image; those outside it are dropped.
+    """
+
+    def __init__(self, samples: list[tuple[Path, np.ndarray]], classes: list[str], image_size: int, *rest: Any) -> None:
+        super().__init__(len(samples), classes, image_size, *rest)
+        self.samples = samples
+        self.transform = v2.Compose([
+            v2.ScaleJitter((image_size, image_size), (0.7, 1.4)), v2.RandomHorizontalFlip(),
+            v2.RandomCrop(image_size, pad_if_needed=True, fill=GRAY), v2.ColorJitter(0.3, 0.3, 0.3),
+            v2.SanitizeBoundingBoxes()])
+
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+        image = decode(self.samples[index][0])
+        height, width = image.shape[1:]
+        rows = torch.from_numpy(self.samples[index][1]).clone()
+        rows[:, 1:] = rows[:, 1:].clamp(min=0).minimum(torch.tensor([width, height, width, height]))
+        rows = rows[(rows[:, 1:3] < rows[:, 3:]).all(1)]
+        if not self.train:
+            return letterbox(image, rows, self.image_size)
+        boxes = BoundingBoxes(rows[:, 1:], format="XYXY", canvas_size=(height, width))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(mix(self.seed, int(self.epoch), index))
+            parts = self.transform({"image": image, "boxes": boxes, "labels": rows[:, :1]})
+        return parts["image"], torch.cat([parts["labels"], parts["boxes"].as_subclass(Tensor)], 1)
+
+
+def letterbox(image: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the image (3, H, W), scaled to fit `size` x `size` pixels between gray bars, and its rows (m, 5)."""
+    height, width = image.shape[1:]
+    if height == width == size:
+        return image, rows
+    new_height, new_width = (max(1, round(side * size / max(height, width))) for side in (height, width))
+    left, top = (size - new_width) // 2, (size - new_height) // 2
+    image = v2.functional.resize(image, [new_height, new_width])
+    image = v2.functional.pad(image, [left, top, size - new_width - left, size - new_height - top], fill=GRAY)
+    scale = rows.new_tensor([1, *[new_width / width, new_height / height] * 2])
+    return image, rows * scale + rows.new_tensor([0, *[left, top] * 2])
+
+
+def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: list) -> tuple[Path, np.ndarray]:
+    """Check an image and its objects: (class, whether to ignore it, box), as written. Return its rows (m, 5)."""
+    if not image.is_file():
+        raise UsageError(f"{where}: no image {image}; correct the name or add the file")
+    rows = np.zeros((len(objects), 5))
+    for row, (label, ignored, *box) in zip(rows, objects):
+        said = ",".join(map(str, [*box, label]))
+        try:
+            row[1:] = list(map(float, box))
+        except (TypeError, ValueError):
+            raise UsageError(f"{where}: {said} is not a box of four numbers and its class; correct it") from None
+        if label not in index:
+            raise UsageError(f"{where}: class {label} is unknown; correct it, or add it to classes.txt or categories")
+        if name == "coco":
+            row[3:] += row[1:3]  # x, y, width, height
+        elif name == "voc":
+            row[1:3] -= 1  # VOC counts from 1, and includes the last pixel
+        if not (row[1:3] < row[3:]).all():
+            raise UsageError(f"{where}: box {said} has no area; correct it")
+        row[0] = -1 - index[label] if ignored else index[label]
+    return image, rows.astype(np.float32)
+
+
+def _read(file: Path, parse: Callable[[str], Any] = str.splitlines) -> Any:
+    try:
+        return parse(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, SyntaxError) as error:  # JSON and XML errors name the line
+        raise UsageError(f"{file}: {reason(error)}; correct the file, or --data-path") from None
+
+
+def _classes(folder: Path, default: Iterable[Any]) -> list[str]:
+    file = folder / "classes.txt"
+    return [line.strip() for line in _read(file) if line.strip()] if file.is_file() else [*map(str, default)]
+
+
+def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
+    file, samples = folder / f"{part}.txt", []
+    for number, line in enumerate(_read(file), 1):
+        # A path may contain spaces: the boxes are the last words that hold only numbers and commas
+        image, *boxes = re.split(r"\s+(?=(?:[-+.\deE]*,[-+.\deE,]*(?:\s+|$))+$)", line.strip())
+        objects = [(label, False, *corners) for *corners, label in (box.split(",") for box in boxes)]
+        samples += [(folder / image, f"{file}, line {number}", objects)] if image else []
+    used = [int(label) for *_, objects in samples for label, *_ in objects if label.isdecimal()]
+    return samples, {str(label): name for label, name in enumerate(_classes(folder, range(max(used, default=-1) + 1)))}
+
+
+def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
+    files = list((folder / "annotations").glob(f"instances_{part}*.json"))
+    if len(files) != 1:
+        raise UsageError(f"{folder}: {len(files)} files annotations/instances_{part}*.json; keep exactly one")
+    images, content, where = folder / files[0].stem.removeprefix("instances_"), _read(files[0], json.loads), "the file"
+    try:
+        known = {each["id"]: each["name"] for each in sorted(content["categories"], key=lambda each: each["id"])}
+        samples: dict[Any, tuple] = {each["id"]: (images / each["file_name"], f"{files[0]}, image {each['id']}", [])
+                                     for each in content["images"]}
+        for each in content["annotations"]:
+            where = f"annotation {each['id']}"
+            box = each["category_id"], bool(each.get("iscrowd")), *each["bbox"]
+            samples[each["image_id"]][2].extend([] if 0 in box[4:] else [box])  # COCO itself has boxes without area
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{files[0]}, {where}: {error!r}; the format is at cocodataset.org/#format-data") from None
+    return [*samples.values()], known
+
+
+def _read_voc(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
+    samples = []
+    for line in filter(str.strip, _read(folder / "ImageSets" / "Main" / f"{part}.txt")):
+        file = folder / "Annotations" / f"{line.split()[0]}.xml"
+        root = _read(file, ElementTree.fromstring)
+        objects = [(each.findtext("name"), each.findtext("difficult") == "1",
+                    *[each.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")])
+                   for each in root.findall("object")]
+        samples.append((folder / "JPEGImages" / root.findtext("filename", ""), str(file), objects))
+    used = {str(label) for *_, objects in samples for label, *_ in objects}
+    return samples, {name: name for name in _classes(folder, sorted(used))}
+
+
+READERS = {"lines": _read_lines, "coco": _read_coco, "voc": _read_voc}
+
+
+def anchors(train_set: Any) -> Tensor:
+    """Return 9 anchors, widths and heights (9, 2) in pixels, smallest area first: k-means over the training boxes.
+
+    The distance is 1 - IoU of two boxes with the same center (YOLO9000, arXiv:1612.08242, section 2). The boxes are
+    those of at most 1,024 evenly spaced samples, as the network sees them. Raises UsageError if they have none.
+    """
+    indices = torch.linspace(0, len(train_set) - 1, min(1024, len(train_set))).long().tolist()
+    labels = torch.cat([train_set[index][1] for index in indices]).double()
+    sizes = (labels[:, 4:] - labels[:, 2:4])[labels[:, 1] >= 0]
+    if not len(sizes):
+        raise UsageError(f"{len(indices)} training images, taken evenly, have no boxes; check --data-path")
+    sizes = sizes[sizes.prod(1).argsort()]
+    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # the medians of nine equal parts: no seed
+    for _ in range(50):  # scenes need 17
+        width, height = (torch.minimum(sizes[:, None, side], centers[:, side]) for side in (0, 1))
+        nearest = (width * height / (sizes.prod(1)[:, None] + centers.prod(1) - width * height)).argmax(1)
+        centers = torch.stack([sizes[nearest == k].mean(0) if (nearest == k).any() else centers[k] for k in range(9)])
+    return centers[centers.prod(1).argsort()].float()
+
+
+def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the batch at `size` x `size` pixels, on the same device."""
+    labels = labels.clone()
+    labels[:, 2:6] *= size / images.shape[-1]
+    return v2.functional.resize(images, [size, size]), labels
+
+
+def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch at another size, the same on all processes: a multiple of 32 that changes every 10 steps.
+
+    YOLO9000 (arXiv:1612.08242, section 2) draws it from 320 to 608 for size 416; other sizes use the same ratios.
+    """
+    low, high = (max(1, round(images.shape[-1] * side / 416 / 32)) for side in (320, 608))
+    size = 32 * random.Random(mix(seed, epoch, step // 10)).randint(low, high)
+    return resize(images, labels, size)
+
+
+def count_boxes(labels: Tensor, num_classes: int) -> Tensor:
+    """Return the numbers of boxes per class, `int64` (num_classes,), without the regions to ignore."""
+    classes = labels[:, 1].long()
+    return torch.bincount(classes[classes >= 0], minlength=num_classes)
+
+
+def save_preview(path: str | Path, dataset: Any) -> None:
+    """Write the first 16 images of a dataset with their boxes to a PNG, in the main process only."""
+    if is_main_process():
+        save_detections(path, dataset, lambda images: torch.zeros(0, 7))
+        print(f"preview: {path}")
+
+
+@torch.inference_mode()
+def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Tensor]) -> None:
+    """Write the first 16 images of a dataset to a PNG: true boxes in green, those that `find` returns in red.
+
+    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). Those with a score below 0.3 are left out.
+    """
+    images, labels = dataset.__getitems__(range(min(16, len(dataset))))
+    found = find(images).cpu()
+    found = found[found[:, 5] >= 0.3][:, [0, 6, 1, 2, 3, 4, 5]]
+    rows = torch.cat([F.pad(labels, (0, 1), value=-1), found])  # a score of -1 marks a true box
+    images, rows = resize(images, rows, max(320, images.shape[-1]))  # large enough for the text
+    names, pictures = [*dataset.classes, *(f"ignored {name}" for name in reversed(dataset.classes))], []
+    for place, image in enumerate(images):
+        own = rows[rows[:, 0] == place]
+        shown = [(names[int(label)], score) for _, label, *_, score in own.tolist()]  # names[-1] is the first, ignored
+        texts = [f"{name} {score:.2f}" if score >= 0 else name for name, score in shown]
+        colors = ["red" if score >= 0 else "lime" for _, score in shown]
+        pictures.append(draw_bounding_boxes(
+            image, own[:, 2:6], texts, colors, width=2, label_colors="black", fill_labels=True) if texts else image)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_png(make_grid(pictures, nrow=4), str(path))
+    except (OSError, RuntimeError) as error:
+        raise ProcessError(f"{path}: cannot be written ({reason(error)})") from None

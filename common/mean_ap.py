@@ -1,0 +1,75 @@
+"""Mean average precision by COCO's definition. It is not a mean over images or processes.
+
+`match` compares the detections of some images with their true boxes. `average_precision` takes the results for all
+images, from all processes.
+"""
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of IoU
+RECALLS = np.linspace(0, 1, 101)
+BITS = 2 ** np.arange(20)  # of a result: right at each threshold, then ignored at each
+
+
+def match(detections: Tensor, labels: Tensor) -> Tensor:
+    """Return what average_precision needs of detections (D, 7), `float32` (D, 3): class, score, result.
+
+    `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, each detection, highest
+    score first, takes the free true box of its class with the highest IoU. Bit t of the result says whether it is right
+    at threshold t. Bit 10 + t says that it does not count there: it took no box, but at least that share of its area
+    lies in a region to ignore. Such a region can take any number of detections. Rows that never count are left out.
+
+    These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
+    """
+    found, true = (part.detach().cpu().double().numpy() for part in (detections, labels))
+    found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # the same order for any input order
+    true = true[np.argsort(true[:, 0], kind="stable")]
+    results = np.zeros((len(found), 20), bool)
+    for place in np.unique(found[:, 0]):
+        rows, boxes = (slice(*part[:, 0].searchsorted((place, place + 1))) for part in (found, true))
+        _match_image(found[rows], true[boxes][::-1], results[rows])  # of equal IoUs, COCO takes the last
+    table = np.stack([found[:, 6], found[:, 5], results @ BITS], 1)[~results[:, 10:].all(1)]
+    return torch.from_numpy(table).to(detections.device, torch.float32)
+
+
+def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> None:
+    """Fill in the results (D, 20) of one image's detections, which are sorted by score."""
+    ignored = true[:, 1] < 0
+    area, true_area = (found[:, 3:5] - found[:, 1:3]).prod(1)[:, None], (true[:, 4:] - true[:, 2:4]).prod(1)
+    starts, ends = np.maximum(found[:, None, 1:3], true[:, 2:4]), np.minimum(found[:, None, 3:5], true[:, 4:])
+    shared = (ends - starts).clip(0).prod(2)  # torchvision's box_iou does not return it, and regions need it
+    iou = shared / np.maximum(np.where(ignored, area, area + true_area - shared), np.finfo(float).tiny)
+    iou[found[:, 6:] != np.where(ignored, -1 - true[:, 1], true[:, 1])] = 0
+    free = np.tile(~ignored, (10, 1))
+    for row in np.flatnonzero((iou >= THRESHOLDS[0]).any(1)):
+        fits = iou[row] >= THRESHOLDS[:, None]
+        candidates = np.where(fits & free, iou[row], 0)
+        right = candidates.any(1)
+        free[right, candidates.argmax(1)[right]] = False
+        results[row] = np.concatenate([right, ~right & (fits & ignored).any(1)])
+
+
+def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, float]:
+    """Return COCO's {"mAP50": at IoU 0.5, "mAP": mean over IoU 0.5 to 0.95}, each a mean over the classes with boxes.
+
+    `rows` (D, 3) are those of `match` for all images, in any order: the result orders equal scores. `boxes`
+    (num_classes,) are the numbers of true boxes. Precision is interpolated at 101 recalls. Without boxes, both are 0.
+    """
+    table = rows.detach().cpu().double().numpy()
+    table = table[np.lexsort((table[:, 2], -table[:, 1]))]
+    values = [_precision(table[table[:, 0] == label, 2].astype(int), count)
+              for label, count in enumerate(torch.as_tensor(boxes).tolist()) if count]
+    means = np.mean(values or np.zeros((1, 10)), 0)
+    return {"mAP50": float(means[0]), "mAP": float(means.mean())}
+
+
+def _precision(results: np.ndarray, count: int) -> np.ndarray:
+    """Return the average precision of a class with `count` boxes at each threshold, (10,)."""
+    right, ignored = np.split((results[:, None] & BITS) > 0, 2, axis=1)
+    hits, misses = right.cumsum(0), (~right & ~ignored).cumsum(0)
+    precision = np.maximum.accumulate((hits / np.maximum(hits + misses, 1))[::-1])[::-1]  # at this recall or above
+    precision = np.append(precision, np.zeros((1, 10)), 0)  # for recalls that are not reached
+    return np.array([precision[np.searchsorted(hits[:, t] / count, RECALLS), t].mean() for t in range(10)])

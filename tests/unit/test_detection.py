@@ -1,0 +1,488 @@
+"""Detection: datasets, mistakes in their files, anchors, sizes, pictures, and average precision as in pycocotools."""
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch.utils.data import DataLoader, Subset
+from torchvision.ops import box_iou
+
+from common import datasets, detection
+from common.errors import ProcessError, UsageError
+
+SCENES, VAL_SCENES = detection.create_datasets("scenes", "", 96, 0)
+
+
+def batches(dataset, batch_size, workers):
+    options = datasets.loader_options(workers, torch.device("cpu"), dataset)
+    images, labels = zip(*DataLoader(Subset(dataset, range(20)), batch_size, **options))
+    return torch.cat(images), torch.cat([part[:, 1:] for part in labels])
+
+
+def equal(samples, others):
+    return all(map(torch.equal, samples, others))
+
+
+def test_a_scene_follows_from_seed_epoch_and_index():
+    first = SCENES.__getitems__(range(20))
+    assert first[0].shape == (20, 3, 96, 96) and first[0].dtype == torch.uint8 and first[1].dtype == torch.float32
+    assert len(SCENES) == 1024 and first[1][:, 0].unique().tolist() == [*range(20)]
+    for batch_size, workers in (20, 0), (3, 0), (7, 2):
+        assert equal(batches(SCENES, batch_size, workers), (first[0], first[1][:, 1:]))
+    image, labels = SCENES[7]
+    assert torch.equal(image, first[0][7]) and torch.equal(labels[:, 1:], first[1][first[1][:, 0] == 7, 1:])
+    others = [detection.create_datasets("scenes", "", 96, seed)[0] for seed in (0, 1)]
+    others[0].set_epoch(1)
+    for other in others:
+        assert not any(map(torch.equal, other.__getitems__(range(20))[0], first[0]))
+
+
+def test_validation_has_the_same_scenes_of_other_digits_whatever_the_seed():
+    other = detection.create_datasets("scenes", "", 96, 1)[1]
+    other.set_epoch(3)
+    assert len(other) == 256 and equal(other.__getitems__(range(20)), VAL_SCENES.__getitems__(range(20)))
+    seen = [{(digit.shape, digit.numpy().tobytes()) for _, digit in part.digits} for part in (SCENES, VAL_SCENES)]
+    assert len(seen[1]) == 359 and not seen[0] & seen[1]
+
+
+def test_digits_are_18_to_64_pixels_high_and_overlap_by_a_quarter_at_most():
+    _, labels = SCENES.__getitems__(range(300))
+    boxes = labels[:, 2:]
+    heights = boxes[:, 3] - boxes[:, 1]
+    assert heights.min() == 18 and heights.max() == 64 and boxes.min() >= 0 and boxes.max() <= 96
+    assert detection.count_boxes(labels, 10).min() > 50
+    assert labels[:, 0].int().bincount().unique().tolist() == [1, 2, 3, 4, 5, 6]
+    largest = 0
+    for place in range(300):
+        own = boxes[labels[:, 0] == place]
+        corners = torch.maximum(own[:, None, :2], own[:, :2]), torch.minimum(own[:, None, 2:], own[:, 2:])
+        areas = (own[:, 2:] - own[:, :2]).prod(1)
+        shared = (corners[1] - corners[0]).clamp(min=0).prod(2) / torch.minimum(areas[:, None], areas)
+        largest = max(largest, shared.fill_diagonal_(0).max())
+    assert 0.2 < largest <= 0.25
+
+
+def test_the_ink_of_a_digit_touches_each_side_of_its_box():
+    images, labels = SCENES.__getitems__(range(300))
+    ink = images.amax(1) > 31  # the noise is darker
+    for place, _, x1, y1, x2, y2 in labels.int().tolist():
+        inside = ink[place, y1:y2, x1:x2]
+        assert all(side.any() for side in (inside[0], inside[-1], inside[:, 0], inside[:, -1]))
+        ink[place, y1:y2, x1:x2] = False if (labels[:, 0] == place).sum() == 1 else ink[place, y1:y2, x1:x2]
+    alone = labels[:, 0].int().bincount() == 1
+    assert alone.sum() > 20 and not ink[alone].any()
+
+
+def write_image(path, boxes=((20, 30, 60, 50),), size=(100, 80)):
+    """Write a dark image in which the pixels of each box are white."""
+    pixels = np.zeros((size[1], size[0], 3), np.uint8)
+    for x1, y1, x2, y2 in boxes:
+        pixels[y1:y2, x1:x2] = 255
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def xml(*objects, file="a b.png"):
+    return f"<annotation><filename>{file}</filename>{''.join(objects)}</annotation>"
+
+
+def voc_object(name, *box, more=""):
+    sides = "".join(f"<{side}>{at}</{side}>" for side, at in zip(("xmin", "ymin", "xmax", "ymax"), box))
+    return f"<object><name>{name}</name>{more}<bndbox>{sides}</bndbox></object>"
+
+
+def coco(*annotations, images=("a b.png", "empty.png")):
+    return {"images": [{"id": 7 + n, "file_name": name} for n, name in enumerate(images)],
+            "categories": [{"id": 5, "name": "dog"}, {"id": 3, "name": "cat"}], "annotations": [*annotations]}
+
+
+def annotation(number, label, *bbox, image=7, **more):
+    return {"id": number, "image_id": image, "category_id": label, "bbox": [*bbox], **more}
+
+
+BOX = voc_object("dog", 21, 31, 60, 50)
+FILES = {  # of each set: an image with a box of class 1 and a region to ignore of class 0, and one without
+    "lines": {"classes.txt": "cat\ndog\n", "train.txt": "a b.png 20,30,60,50,1\n\nempty.png\n",
+              "val.txt": "a b.png   20,30,60,50,1 100,5,300,20,0\n"},  # the second is outside the image
+    "coco": {"annotations/instances_train2017.json": json.dumps(coco(
+                 annotation(1, 5, 20, 30, 40, 20), annotation(2, 3, -5, 60, 15.5, 30, iscrowd=1),
+                 annotation(3, 3, 5, 5, 0, 9))),
+             "annotations/instances_val2017.json": json.dumps(coco(annotation(1, 5, 20, 30, 40, 20, iscrowd=0)))},
+    "voc": {"ImageSets/Main/train.txt": "a\n\nempty 1\n", "ImageSets/Main/val.txt": "a\n",
+            "Annotations/a.xml": xml(BOX, voc_object("cat", -4, 61, 10.5, 90, more="<difficult>1</difficult>")),
+            "Annotations/empty.xml": xml(file="empty.png")},
+}
+IMAGES = {"lines": [""], "coco": ["train2017/", "val2017/"], "voc": ["JPEGImages/"]}
+
+
+def write_set(folder, name, **changes):
+    """Write a valid set of files with these changes; a file that is None is missing."""
+    for path, text in {**FILES[name], **changes}.items():
+        if text is not None:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+    for place in IMAGES[name]:
+        write_image(folder / f"{place}a b.png")
+        write_image(folder / f"{place}empty.png", [])
+    return folder
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_each_kind_are_read(tmp_path, name):
+    train, val = detection.create_datasets(name, write_set(tmp_path, name), 96, 0)
+    val.image_size = 100  # the files' width, so that no number is rounded
+    assert (len(train), len(val)) == (2, 2 if name == "coco" else 1)
+    assert train.num_classes == 2 and train.classes == val.classes == ["cat", "dog"]
+    assert train.samples[0][1].tolist()[0] == [1, 20, 30, 60, 50] and train.samples[1][1].shape == (0, 5)
+    if name != "lines":
+        assert train.samples[0][1].tolist()[1:] == [[-1, -5, 60, 10.5, 90]]
+    images, labels = val.__getitems__([0] * 2)
+    assert images.shape == (2, 3, 100, 100) and images.dtype == torch.uint8
+    assert labels[labels[:, 1] == 1].tolist() == [[0, 1, 20, 40, 60, 60], [1, 1, 20, 40, 60, 60]]  # 10 gray rows above
+    assert len(labels) == (4 if name == "voc" else 2)
+    if name == "voc":
+        assert labels[labels[:, 1] < 0, 2:].tolist() == [[0, 70, 10.5, 90]] * 2  # clipped to the image
+    assert train.__getitems__([1])[1].shape == (0, 6)
+
+
+def test_classes_are_those_of_the_training_part_or_of_the_file(tmp_path):
+    lines = write_set(tmp_path / "lines", "lines", **{"classes.txt": None})
+    assert detection.create_datasets("lines", lines, 96, 0)[0].classes == ["0", "1"]
+    voc = write_set(tmp_path / "voc", "voc", **{"classes.txt": "dog\nant\ncat\n"})
+    train, _ = detection.create_datasets("voc", voc, 96, 0)
+    assert train.classes == ["dog", "ant", "cat"] and train.samples[0][1][:, 0].tolist() == [0, -3]
+
+
+def test_the_path_of_an_image_may_have_spaces_and_numbers(tmp_path):
+    write_set(tmp_path, "lines", **{"train.txt": "at 1,2,3,4,0 10,5 b.png  1,2,3,4,0 5,6,7e1,8.5,1"})
+    write_image(tmp_path / "at 1,2,3,4,0 10,5 b.png")
+    [(path, rows)] = detection.create_datasets("lines", tmp_path, 96, 0)[0].samples
+    assert path.name == "at 1,2,3,4,0 10,5 b.png" and rows.tolist() == [[0, 1, 2, 3, 4], [1, 5, 6, 70, 8.5]]
+
+
+def test_scenes_do_not_depend_on_the_default_type():
+    scenes = detection.create_datasets("scenes", "", 64, 0)[0]
+    expected = scenes.__getitems__(range(4))
+    torch.set_default_dtype(torch.float64)
+    try:
+        images, labels = scenes.__getitems__(range(4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert labels.dtype == torch.float32 and equal((images, labels), expected)
+
+
+JSON, XML = "annotations/instances_train2017.json", "Annotations/a.xml"
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), [
+    ("lines", {"train.txt": None}, "train.txt: No such file"),
+    ("lines", {"val.txt": None}, "val.txt: No such file"),
+    ("lines", {"train.txt": "a b.png 1,2,3,4,0\nb.png 1,2,3,4,0"}, "train.txt, line 2: no image .*b.png; "),
+    ("lines", {"train.txt": "a b.png 1,2,x,4,0"}, "train.txt, line 1: no image .*a b.png 1,2,x,4,0; "),
+    ("lines", {"train.txt": "\na b.png 1,2,3,0"}, "train.txt, line 2: 1,2,3,0 is not a box"),
+    ("lines", {"train.txt": "a b.png 1,2,3,4,0 1,2,3,4,5,0"}, "line 1: 1,2,3,4,5,0 is not a box"),
+    ("lines", {"train.txt": "a b.png 1,2,,4,0"}, "line 1: 1,2,,4,0 is not a box"),
+    ("lines", {"train.txt": "a b.png 9,2,3,4,0"}, "line 1: box 9,2,3,4,0 has no area"),
+    ("lines", {"val.txt": "a b.png 1,2,3,2,0"}, "val.txt, line 1: box 1,2,3,2,0 has no area"),
+    ("lines", {"train.txt": "a b.png 1,2,3,4,2"}, "train.txt, line 1: class 2 is unknown"),
+    ("lines", {"train.txt": "a b.png 1,2,3,4,-1"}, "line 1: class -1 is unknown"),
+    ("lines", {"train.txt": "a b.png 1,2,3,4,0.5"}, "line 1: class 0.5 is unknown"),
+    ("lines", {"val.txt": "a b.png 1,2,3,4,1", "classes.txt": None, "train.txt": "a b.png"},
+     "val.txt, line 1: class 1 is unknown"),
+    ("coco", {JSON: None}, r"0 files annotations/instances_train\*.json; keep exactly one"),
+    ("coco", {"annotations/instances_train.json": "{}"}, "2 files"),
+    ("coco", {JSON: '{\n"images": oops'}, "train2017.json: .*line 2"),
+    ("coco", {JSON: "[]"}, "train2017.json, the file: TypeError.*format is at"),
+    ("coco", {JSON: '{"images": []}'}, r"train2017.json, the file: KeyError\('categories'\)"),
+    ("coco", {JSON: json.dumps(coco({"id": 4, "image_id": 7}))}, r"annotation 4: KeyError\('bbox'\)|category_id"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3, 4, image=99)))}, r"annotation 4: KeyError\(99\)"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 6, 1, 2, 3, 4)))}, "image 7: class 6 is unknown"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3)))}, "image 7: 1,2,3,5 is not a box"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, -3, 4)))}, "image 7: box 1,2,-3,4,5 has no area"),
+    ("coco", {JSON: json.dumps(coco(images=["c.png"]))}, "image 7: no image .*train2017/c.png"),
+    ("voc", {"ImageSets/Main/val.txt": None}, "val.txt: No such file"),
+    ("voc", {XML: None}, "a.xml: No such file"),
+    ("voc", {XML: "<annotation>\n<object>\n</annotation>"}, "a.xml: mismatched tag: line 3"),
+    ("voc", {XML: xml(BOX, file="c.png")}, "a.xml: no image .*JPEGImages/c.png"),
+    ("voc", {XML: xml(BOX, voc_object("cat", 1, 2, 3))}, "a.xml: 1,2,3,None,cat is not a box"),
+    ("voc", {XML: xml(voc_object("cat", 5, 2, 4, 6))}, "a.xml: box 5,2,4,6,cat has no area"),
+    ("voc", {"classes.txt": "dog"}, "a.xml: class cat is unknown; .*classes.txt"),
+])
+def test_a_mistake_in_a_file_is_named_in_one_line(tmp_path, name, changes, said):
+    folder = write_set(tmp_path, name, **changes)
+    with pytest.raises(UsageError, match=said) as raised:
+        detection.create_datasets(name, folder, 96, 0)
+    assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(UsageError, match="--data-path .*/absent: no such folder"):
+        detection.create_datasets("voc", tmp_path / "absent", 96, 0)
+
+
+@pytest.mark.parametrize("size", [(100, 80), (40, 300), (96, 96), (7, 5)])
+def test_the_pixels_of_a_box_stay_in_it(tmp_path, size):
+    """Wide, tall, square and small images, letterboxed, and at another scale."""
+    box = [side * part // 10 for side, part in zip(size * 2, (2, 4, 7, 9))]
+    write_image(tmp_path / "a.png", [box], size)
+    line = f"a.png {','.join(map(str, box))},0"
+    for part in "train", "val":
+        (tmp_path / f"{part}.txt").write_text(line)
+    _, val = detection.create_datasets("lines", tmp_path, 96, 0)
+    images, labels = val.__getitems__([0])
+    for size in 96, 160, 64:
+        resized, boxes = detection.resize(images, labels, size)
+        assert resized.dtype == torch.uint8 and resized.shape == (1, 3, size, size)
+        ys, xs = torch.where(resized[0, 0] > 129)  # brighter than the bars, and half as bright as the box
+        edges = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1])
+        assert (edges - boxes[0, 2:]).abs().max() <= 1
+    assert equal(detection.resize(images, labels, 96), (images, labels))
+
+
+def test_an_augmented_image_follows_from_seed_epoch_and_index_and_its_pixels_stay_in_their_boxes(tmp_path):
+    for n in range(20):
+        write_image(tmp_path / f"{n}.png", [(30, 20, 80, 50)] if n else [], (120, 70))
+    text = "".join(f"{n}.png{' 30,20,80,50,1' * (n > 0)}\n" for n in range(20))
+    (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "val.txt").write_text(text)
+    train, _ = detection.create_datasets("lines", tmp_path, 64, 0)
+    first = train.__getitems__(range(20))
+    for batch_size, workers in (20, 0), (3, 2):
+        assert equal(batches(train, batch_size, workers), (first[0], first[1][:, 1:]))
+    state = torch.random.get_rng_state()
+    train[3]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    train.set_epoch(1)
+    assert not any(map(torch.equal, train.__getitems__(range(1, 20))[0], first[0][1:]))
+    for place, _, *box in first[1].tolist():
+        ys, xs = torch.where(first[0][int(place), 0] > 200)  # jitter makes the box no darker than 0.7 * 0.7 * 255
+        ys, xs = (ys, xs) if len(ys) else torch.where(first[0][int(place), 0] > 115)
+        edges = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1])
+        assert (edges - torch.tensor(box)).abs().max() <= 1.5
+    assert len(first[1]) == 19 and len(first[1][:, 2:].unique(dim=0)) == 19
+
+
+def test_anchors_fit_the_boxes_better_than_even_ones():
+    part = Subset(SCENES, range(256))
+    found = detection.anchors(part)
+    assert found.shape == (9, 2) and torch.equal(found, detection.anchors(part))
+    assert (found.prod(1).diff() > 0).all()
+    labels = torch.cat([SCENES[index][1] for index in range(256)])
+    sizes = F.pad(labels[:, 4:] - labels[:, 2:4], (2, 0))
+    even = torch.linspace(10, 90, 9)[:, None].repeat(1, 2)
+    fit, even_fit = (box_iou(sizes, F.pad(each, (2, 0))).amax(1).mean() for each in (found, even))
+    assert fit > 0.8 > even_fit
+    nearest = box_iou(sizes, F.pad(found, (2, 0))).argmax(1)
+    means = torch.stack([sizes[nearest == n, 2:].mean(0) for n in range(9)])
+    assert torch.allclose(found, means, atol=0.01)  # k-means has converged
+
+
+class Labels(list):
+    def __getitem__(self, index):
+        return None, torch.tensor(list.__getitem__(self, index)).reshape(-1, 6)
+
+
+def test_anchors_of_boxes_of_nine_shapes_are_these_and_regions_to_ignore_have_none():
+    shapes = [(2.0 ** n, 3.0 * 2 ** n) for n in range(9)]
+    rows = [[[0, 2, 7, 7, 7 + width, 7 + height]] * 3 for width, height in shapes[::-1]]
+    assert detection.anchors(Labels([*rows, [], [[0, -1, 0, 0, 400, 400]]])).tolist() == [*map(list, shapes)]
+    with pytest.raises(UsageError, match="no boxes"):
+        detection.anchors(Labels([[], [[0, -1, 0, 0, 400, 400]]]))
+    assert torch.equal(detection.anchors(Labels([rows[0]])), torch.tensor([shapes[-1]] * 9))
+
+
+def test_the_sizes_of_multi_scale_training_are_those_of_the_paper():
+    def sizes(side, seed):
+        images = torch.zeros(1, 1, side, side, dtype=torch.uint8)
+        found = [detection.rescale(images, torch.zeros(0, 6), seed, epoch, step)[0].shape[-1]
+                 for epoch in range(1, 9) for step in range(0, 160, 5)]
+        assert found == [size for size in found[::2] for _ in range(2)]  # each for 10 steps
+        return found
+
+    assert {*sizes(416, 0)} == {*range(320, 609, 32)} and {*sizes(96, 0)} == {64, 96, 128}
+    assert sizes(96, 0) == sizes(96, 0) != sizes(96, 1)
+
+
+def test_a_size_without_whole_cells_is_named():
+    with pytest.raises(UsageError, match="--image-size 100: not a multiple of 32"):
+        detection.create_datasets("scenes", "", 100, 0)
+
+
+def test_regions_to_ignore_are_no_boxes():
+    labels = torch.tensor([[0, 2.0], [0, -1], [1, 0], [1, 2], [1, -3]])
+    assert detection.count_boxes(F.pad(labels, (0, 4)), 4).tolist() == [1, 0, 2, 0]
+    assert detection.count_boxes(torch.zeros(0, 6), 2).tolist() == [0, 0]
+
+
+def found(score, *box, place=0, label=0):
+    return [place, *box, score, label]
+
+
+ALL = 2 ** 10 - 1  # right at all ten thresholds
+
+
+@pytest.mark.parametrize(("true", "detections", "results"), [
+    ([[0, 0, 0, 0, 10, 10]], [found(0.9, 0, 0, 10, 10)], [ALL]),
+    ([[0, 0, 0, 0, 10, 10]], [found(0.9, 0, 0, 10, 6)], [0b111]),  # IoU 0.6: right at 0.5, 0.55 and 0.6
+    ([[0, 0, 0, 0, 10, 10]], [found(0.8, 0, 0, 10, 10), found(0.9, 0, 0, 10, 6)], [0b111, ALL - 0b111]),  # one each
+    ([[0, 0, 0, 0, 10, 10]], [found(0.9, 0, 0, 10, 10, place=1), found(0.8, 0, 0, 10, 10, label=1)], [0, 0]),
+    ([[0, 0, 0, 0, 10, 10], [0, 0, 0, 0, 10, 8]], [found(0.9, 0, 0, 10, 8), found(0.8, 0, 0, 10, 10)], [ALL, ALL]),
+    ([], [found(0.9, 0, 0, 10, 10)], [0]),
+    # of two boxes with IoU 2/3, COCO takes the last; the second detection is that one
+    ([[0, 0, 0, 0, 10, 10], [0, 0, 4, 0, 14, 10]], [found(0.9, 2, 0, 12, 10), found(0.8, 4, 0, 14, 10)],
+     [0b1111, ALL - 0b1111]),
+    # a region to ignore: all of the detection lies in it, or 0.6 of it; another class does not
+    ([[0, -1, 0, 0, 90, 90]], [found(0.9, 0, 0, 10, 10), found(0.8, 20, 0, 30, 10)], []),
+    ([[0, -1, 0, 0, 90, 6]], [found(0.9, 0, 0, 10, 10)], [0b111 << 10]),
+    ([[0, -2, 0, 0, 90, 90]], [found(0.9, 0, 0, 10, 10)], [0]),
+    # a true box first, even where the region covers more
+    ([[0, -1, 0, 0, 90, 90], [0, 0, 0, 0, 10, 8]], [found(0.9, 0, 0, 10, 10)], [0b1111111 + (0b111 << 17)]),
+    ([[0, 0, 0, 0, 10, 10]], [], []),
+    ([], [], []),
+], ids=["exact", "0.6", "twice", "elsewhere", "best first", "no boxes", "equal IoUs", "region", "in part",
+        "other region", "box and region", "nothing found", "nothing"])
+def test_detections_match_true_boxes(true, detections, results):
+    rows = detection.match(torch.tensor(detections).reshape(-1, 7), torch.tensor(true).float().reshape(-1, 6))
+    assert rows.dtype == torch.float32 and rows.shape == (len(results), 3)
+    assert rows[:, 2].tolist() == results
+
+
+@pytest.mark.parametrize(("rows", "boxes", "precision"), [
+    ([[0, 0.9, ALL]], [1], 1),
+    ([[0, 0.9, ALL]], [2], 51 / 101),  # recall 0.5: 51 of the recalls 0, 0.01, ...
+    ([[0, 0.9, 0], [0, 0.8, ALL]], [1], 0.5),
+    ([[0, 0.9, ALL], [0, 0.8, 0], [0, 0.7, ALL]], [2], (51 + 50 * 2 / 3) / 101),
+    ([[0, 0.9, ALL << 10], [0, 0.8, ALL]], [1], 1),  # the first does not count
+    ([[0, 0.9, ALL], [1, 0.9, 0]], [1, 0, 0], 1),  # classes without boxes do not count
+    ([[0, 0.9, ALL]], [1, 3], 0.5),
+    ([[0, 0.9, ALL], [0, 0.9, 0]], [1], 0.5),  # equal scores: the wrong one first
+    ([], [2], 0), ([[0, 0.9, 0]], [0], 0), ([], [0, 0], 0),
+])
+def test_average_precision_of_a_few_rows(rows, boxes, precision):
+    found = detection.average_precision(torch.tensor(rows).float().reshape(-1, 3), boxes)
+    assert found == pytest.approx({"mAP50": precision, "mAP": precision}, abs=1e-12)
+    assert found == detection.average_precision(torch.tensor(rows[::-1]).reshape(-1, 3), torch.tensor(boxes).float())
+
+
+def test_thresholds_above_half_count_in_the_mean():
+    assert detection.average_precision(torch.tensor([[0, 0.5, 0b111]]), [1]) == pytest.approx({"mAP50": 1, "mAP": 0.3})
+
+
+def random_set(seed, images=12, classes=4):
+    """Return labels with crowds and detections on a coarse grid, so that equal and exact IoUs are frequent."""
+    generator = torch.Generator().manual_seed(seed)
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator).float()
+
+    count = images * 6
+    corners = draw(0, 40, count, 2)
+    boxes, label, place = torch.cat([corners, corners + draw(4, 30, count, 2)], 1), draw(0, classes, count, 1), \
+        draw(0, images, count, 1)
+    labels = torch.cat([place, torch.where(draw(0, 100, count, 1) < 15, -1 - label, label), boxes], 1)
+    near = draw(0, count, 3 * count).long()
+    moved = boxes[near] + draw(-3, 4, 3 * count, 4)
+    moved[:, 2:] = torch.maximum(moved[:, 2:], moved[:, :2] + 1)
+    other = torch.where(draw(0, 100, 3 * count, 1) < 80, label[near], draw(0, classes, 3 * count, 1))
+    return labels, torch.cat([place[near], moved, torch.rand(3 * count, 1, generator=generator), other], 1)
+
+
+@pytest.mark.drill  # with the extras
+def test_the_average_precision_is_that_of_pycocotools():
+    reason = "no pycocotools: pip install -r requirements-detection.txt"
+    api = pytest.importorskip("pycocotools.coco", reason=reason)
+    evaluation = pytest.importorskip("pycocotools.cocoeval", reason=reason)
+    crowds = 0
+    for seed in range(20):
+        labels, detections = random_set(seed)
+        with contextlib.redirect_stdout(io.StringIO()):
+            true = api.COCO()
+            true.dataset = {"images": [{"id": place} for place in range(12)],
+                            "categories": [{"id": label} for label in range(4)],
+                            "annotations": [annotation(
+                                number, int(max(label, -1 - label)), x1, y1, x2 - x1, y2 - y1, image=int(place),
+                                iscrowd=int(label < 0), area=(x2 - x1) * (y2 - y1))
+                                for number, (place, label, x1, y1, x2, y2) in enumerate(labels.tolist(), 1)]}
+            true.createIndex()
+            judge = evaluation.COCOeval(true, true.loadRes([
+                {"image_id": int(place), "category_id": int(label), "score": score,
+                 "bbox": [x1, y1, x2 - x1, y2 - y1]}
+                for place, x1, y1, x2, y2, score, label in detections.tolist()]), "bbox")
+            judge.evaluate()
+            judge.accumulate()
+            judge.summarize()
+        rows = detection.match(detections, labels)
+        crowds += int((rows[:, 2] >= 2 ** 10).sum())
+        ours = detection.average_precision(rows, detection.count_boxes(labels, 4))
+        assert ours == pytest.approx({"mAP50": judge.stats[1], "mAP": judge.stats[0]}, abs=1e-12)
+        assert 0.1 < ours["mAP"] < ours["mAP50"] < 0.7
+    assert crowds > 100
+
+
+def test_neither_the_order_nor_the_shares_of_the_images_change_the_average_precision():
+    labels, detections = random_set(0)
+    detections[:, 5] = (detections[:, 5] * 4).round() / 4  # many equal scores
+    boxes = detection.count_boxes(labels, 4)
+    whole = detection.match(detections, labels)
+    expected = detection.average_precision(whole, boxes)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randperm(12, generator=generator).chunk(1 + seed % 5)
+        parts = []
+        for share in images:
+            own = [part[torch.isin(part[:, 0], share)] for part in (detections, labels)]
+            found, true = (part[torch.randperm(len(part), generator=generator)] for part in own)
+            parts.append(detection.match(found, true))
+        rows = torch.cat(parts)
+        assert torch.equal(rows[np.lexsort(rows.T.numpy())], whole[np.lexsort(whole.T.numpy())])
+        assert detection.average_precision(rows, boxes) == expected
+
+
+def test_pictures_show_the_boxes(tmp_path):
+    images, labels = SCENES.__getitems__(range(16))
+    detection.save_preview(tmp_path / "new" / "preview.png", SCENES)
+    with Image.open(tmp_path / "new" / "preview.png") as picture:
+        preview = torch.from_numpy(np.array(picture))
+    assert preview.shape == (4 * 322 + 2, 4 * 322 + 2, 3)  # 16 tiles of 320 pixels, 2 between them
+
+    def find(images):
+        assert images.dtype == torch.uint8 and images.shape == (16, 3, 96, 96)
+        return torch.tensor([found(0.9, 30, 30, 60, 60, place=5, label=3), found(0.2, 9, 9, 60, 60, place=6)])
+
+    detection.save_detections(tmp_path / "detections.png", SCENES, find)
+    with Image.open(tmp_path / "detections.png") as picture:
+        shown = torch.from_numpy(np.array(picture))
+    lime, red = ((shown == torch.tensor(color)).all(2) for color in ((0, 255, 0), (255, 0, 0)))
+    assert (preview == torch.tensor([0, 255, 0])).all(2).sum() >= lime.sum() > 5000
+    ys, xs = torch.where(red)
+    assert all(322 < at < 644 for at in (ys.min(), xs.min(), ys.max(), xs.max()))  # in the sixth tile alone
+    place, _, x1, y1, x2, y2 = (labels[0] * 10 / 3).round().int().tolist()
+    assert lime[2 + y1 + 20:2 + y2 - 20, 2 + x1 - 2:2 + x1 + 3].any(1).all()
+
+
+class Labeled:
+    """One black image with one box of class `label`."""
+
+    def __init__(self, classes, label):
+        self.classes, self.label = classes, label
+
+    def __len__(self):
+        return 1
+
+    def __getitems__(self, indices):
+        return torch.zeros(1, 3, 96, 96, dtype=torch.uint8), torch.tensor([[0.0, self.label, 9, 9, 90, 90]])
+
+
+def test_a_picture_names_a_region_to_ignore(tmp_path):
+    detection.save_preview(tmp_path / "a.png", Labeled(["cat", "dog"], -1))
+    detection.save_preview(tmp_path / "b.png", Labeled(["dog", "ignored cat"], 1))
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProcessError, match="file/preview.png: cannot be written"):
+        detection.save_preview(tmp_path / "file" / "preview.png", SCENES)
