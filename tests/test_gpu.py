@@ -1,10 +1,12 @@
-"""What a CPU cannot show: DataParallel, SyncBatchNorm, nccl, fp16 at speed. Two gloo processes may share one GPU.
+"""What a CPU cannot show: DataParallel, SyncBatchNorm, nccl, shards, fp16. Two gloo processes may share one GPU.
 
     python -m pytest -m "gpu or not gpu" tests/test_gpu.py        # has not run on a GPU yet
 """
+import re
+
 import pytest
 import torch
-from conftest import LAUNCH, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
+from conftest import LAUNCH, PYTHON, TORCHRUN, distance, epochs, good, load, run, same, whole_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (CUDA)")]
 SAME = ["--epochs", "2", "--batch-size", "96", "--lr", "0.0003", "--seed", "3", "--save-every", "1"]
@@ -24,6 +26,33 @@ def test_two_processes_on_one_gpu_train_the_baselines_model(tmp_path):
     good(run(PYTHON, "train.py", *SAME, "--output-dir", tmp_path / "one", env=EXACT))
     good(run(*TWO, *SAME, "--output-dir", tmp_path / "two", env=EXACT))
     assert distance(tmp_path / "one/last.pt", tmp_path / "two/last.pt") < 1e-5
+
+
+@pytest.mark.parametrize(("script", "options"), [
+    ("train_FSDP.py", []), ("train_FSDP.py", ["--activation-checkpointing", "--reshard-after-forward", "no"]),
+    ("train_TP.py", []), ("train_PP.py", []), ("train_DCP.py", [])])
+def test_a_sharded_script_trains_the_baselines_model(tmp_path, script, options):
+    """Over nccl, on two GPUs if there are as many; one GPU shows that meta tensors, gathering and saving work."""
+    vit = ["--model", "vit", *SAME, "--output-dir"]
+    processes = min(2, torch.cuda.device_count())
+    good(run(PYTHON, "train.py", *vit, tmp_path / "one", env=EXACT))
+    good(run(*TORCHRUN, f"--nproc-per-node={processes}", script, *options, *vit, tmp_path / "all", env=EXACT))
+    if script == "train_DCP.py":
+        whole_file(max((tmp_path / "all").glob("step-*")), tmp_path / "all/last.pt")
+    assert distance(tmp_path / "one/last.pt", tmp_path / "all/last.pt") < 1e-5
+
+
+def test_a_sharded_model_learns_in_bf16_and_takes_less_memory(tmp_path):
+    """The more of the memory is the model, the nearer to half: needs two GPUs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    peaks = []
+    for script, options in (("train_DDP.py", []), ("train_FSDP.py", ["--bf16"])):
+        result = good(run(*TORCHRUN, "--nproc-per-node=2", script, *options, "--model", "vit_base", "--epochs", "2",
+                          "--lr", "0.01", "--output-dir", tmp_path / script))
+        assert epochs(result.out)[-1]["loss"] < epochs(result.out)[0]["loss"]
+        peaks.append(int(re.findall(r"([\d,]+) MiB", result.out)[-1].replace(",", "")))
+    assert peaks[1] < 0.7 * peaks[0]
 
 
 def test_readmes_first_command_works_on_one_gpu(tmp_path):
@@ -122,3 +151,18 @@ def test_out_of_memory_is_one_line(tmp_path):
                  "--output-dir", tmp_path)
     assert result.code == 1 and len(result.err.splitlines()) == 1
     assert "out of memory" in result.err and "train_grad_accum.py" in result.err
+
+
+@pytest.mark.parametrize("options", [["--multi-scale"], ["--model", "tiny-bn", "--sync-bn"]])
+def test_two_processes_train_the_detector_of_one(tmp_path, options):
+    same_run = [*options, "--epochs", "1", "--lr", "0.0003", "--backend", "gloo", "--output-dir"]
+    for processes in "12":
+        good(run(*TORCHRUN, f"--nproc-per-node={processes}", "train_yolov3_DDP.py", *same_run, tmp_path / processes,
+                 env=EXACT))
+    assert distance(tmp_path / "1/last.pt", tmp_path / "2/last.pt") < 1e-4
+
+
+@pytest.mark.parametrize("options", [["train_yolov3.py", "--deterministic", "--multi-scale"],
+                                     ["train_yolov3_amp.py", "--precision", "fp16", "--clip-norm", "10"]])
+def test_the_detector_trains(tmp_path, options):
+    good(run(PYTHON, *options, "--epochs", "1", "--output-dir", tmp_path))

@@ -1,0 +1,147 @@
+"""Measure what each process of a script holds, in bytes of tensors, and the peak in a training step.
+
+    python -m benchmarks.memory                                             # vit_base
+    python -m benchmarks.memory --model vit --processes 2 --scripts train_DDP.py train_FSDP.py
+
+It launches each script on a CPU, follows the storage of every tensor, and ends the launch after the third step. It
+reports the peak of this step: momentum and DDP's final buckets exist only after the first two. The resident set size
+would also count torch itself and memory that the allocator keeps. What a kernel or gloo allocates internally is not
+counted. `python -m benchmarks.compare --show` writes the table into docs/speed.md.
+"""
+import gc
+import itertools
+import json
+import os
+import runpy
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+from benchmarks import measure
+from benchmarks.tables import ROOT, memory_table, path_of, save
+from common import cli, errors
+
+SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
+STEPS = 3
+
+
+class Storages(TorchDispatchMode):
+    """Follow the storages of all tensors that this thread creates, in backward passes too, and their peak in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.live, self.peak = itertools.count(), {}, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it calls the function again, with its local tensors
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.number(value)
+        held = self.sizes()
+        if sum(held.values()) > sum(self.peak.values()):
+            self.peak = held
+        return result
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's storage, from now on in `live`; None for a tensor without data."""
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        if not hasattr(storage, "number"):
+            storage.number = next(self.numbers)
+            self.live[storage.number] = weakref.ref(storage, lambda _, number=storage.number: self.live.pop(number))
+        return storage.number
+
+    def sizes(self) -> dict[int, int]:
+        """Return the bytes of each live storage; FSDP2 frees weights by resizing their storage to 0."""
+        storages = {number: reference() for number, reference in list(self.live.items())}
+        return {number: storage.nbytes() for number, storage in storages.items() if storage is not None}
+
+
+def divide(sizes: dict[int, int], parts: dict[str, set[int]]) -> dict[str, int]:
+    """Return the bytes of each part; a storage counts only in the first part that has it, or else as "other"."""
+    sizes = dict(sizes)
+    return {name: sum(sizes.pop(number, 0) for number in numbers) for name, numbers in parts.items()} | {
+        "other": sum(sizes.values())}
+
+
+def watch(script: str, *arguments: str) -> None:
+    """Run a script in this process for STEPS steps; rank 0 prints what every rank held, as JSON."""
+    storages, steps = Storages(), itertools.count(1)
+
+    @torch.no_grad()
+    def note(optimizer: torch.optim.Optimizer, *_) -> None:
+        step = next(steps)
+        if step == 1:
+            for each in gc.get_objects():
+                if issubclass(type(each), torch.Tensor):
+                    storages.number(each)
+            storages.__enter__()
+        if step < STEPS:
+            storages.peak = {}
+            return
+
+        def numbers(tensors: Iterable[torch.Tensor]) -> set[int]:
+            return {storages.number(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)} - {None}
+
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = numbers(weight.grad for weight in weights)
+        wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+        in_buckets = any(each.gradient_as_bucket_view for each in wrappers)
+        parts = {"weights": numbers(weights), "buckets": gradients if in_buckets else set(), "gradients": gradients,
+                 "optimizer": numbers(tree_leaves(list(optimizer.state.values())))}
+        mine = {"held": divide(storages.sizes(), parts), "peak": divide(storages.peak, parts)}
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        if dist.get_rank() == 0:
+            print(json.dumps({"ranks": every}))
+        dist.destroy_process_group()
+        sys.exit()
+
+    register_optimizer_step_pre_hook(note)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def one_launch(script: str, processes: int, args) -> list[dict]:
+    """Launch a script on `processes` processes; return what each rank held, and its peak."""
+    command = measure.launch(processes, "benchmarks.memory", "watch", script, *measure.task_of(args, 1),
+                             "--workers", "0", "--output-dir", f"runs/memory/{script}")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"ranks"')]
+    if done.returncode or not lines:
+        sys.exit(f"{script} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(lines[0])["ranks"]
+
+
+def main() -> None:
+    parser = measure.make_parser(__doc__, epochs=1, batch_size=32)
+    parser.add_argument("--processes", nargs="+", type=cli.positive_int, default=[1, 2, 4], help="of each launch")
+    parser.add_argument("--scripts", nargs="+", choices=measure.training_scripts(), default=SCRIPTS, help="to launch")
+    parser.set_defaults(model="vit_base", device="cpu")
+    args = parser.parse_args()
+    where = measure.machine(torch.device("cpu"), "train*.py", "common", "benchmarks/*.py")
+    runs = []
+    turns = [(script, processes) for processes in args.processes for script in args.scripts]
+    for script, processes in tqdm(turns, "launches", disable=None):
+        runs.append({"script": script, "processes": processes, "ranks": one_launch(script, processes, args)})
+        content = {"machine": where, "arguments": vars(args), "runs": runs}
+        save(path_of("memory", where, args.dataset, args.model), content)
+    print(memory_table(content))
+
+
+if __name__ == "__main__":
+    with errors.report_errors():
+        watch(*sys.argv[2:]) if sys.argv[1:2] == ["watch"] else main()

@@ -1,0 +1,155 @@
+"""Checkpoints of torch.distributed.checkpoint: one folder per step, with a file for each process.
+
+torch writes `.metadata` last: a folder without it is not whole. That file is a pickle, which torch loads without
+restrictions. So every folder is checked first: `.metadata` may name only the classes below, and all entries must be
+tensors, because torch would unpickle any other. The rest of a run's state is in `values.json`.
+
+    python -m common.folders runs/step-0000220 last.pt    # one file, for every other script
+"""
+import json
+import pickle
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import shards
+from .errors import ProcessError, UsageError, reason, report_errors
+from .reduce import is_main_process
+
+ALLOWED = {
+    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING"))}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def create(output_dir: Path, step: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Create a folder for this step; return it and the tensors for async_save. All processes must call this.
+
+    rank 0 writes what is not a tensor: `values`, and the rest of each `state_dict()` in `state`.
+    """
+    path = output_dir / f"step-{step:07}"
+    flat = dict(shards.flatten({name: part.state_dict() for name, part in state.items()} | values))
+    plain = [[key, value] for key, value in flat.items() if not isinstance(value, torch.Tensor)]
+    if is_main_process():
+        try:
+            shutil.rmtree(path, ignore_errors=True)  # of an earlier run, or torn
+            path.mkdir(parents=True)
+            (path / "values.json").write_text(json.dumps(plain))
+        except OSError as error:
+            raise ProcessError(f"cannot save {path}: {reason(error)}; earlier folders are intact") from None
+    dist.barrier()
+    return path, {"/".join(map(str, key)): value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+
+
+def wait(saving: Any) -> None:
+    """Wait until the last async_save, if any, has committed its folder; raise ProcessError if it failed."""
+    try:
+        if saving is not None:
+            saving.result()
+    except BaseException as error:  # CheckpointException is no Exception
+        if type(error).__name__ != "CheckpointException":
+            raise
+        causes = "; ".join(sorted({reason(cause) if isinstance(cause, OSError) else str(cause)
+                                   for cause, _ in error.failures.values()}))  # type: ignore[attr-defined]
+        raise ProcessError(f"cannot save: {causes}; earlier folders are intact") from None
+
+
+def whole_folders(output_dir: Path) -> list[Path]:
+    """Return the committed folders, oldest first."""
+    return sorted(path.parent for path in output_dir.glob("step-*/.metadata") if re.search(r"-\d+$", path.parent.name))
+
+
+def prune(output_dir: Path) -> None:
+    """Delete all committed folders but the newest two and the one with the highest score; only rank 0 does it."""
+    found = whole_folders(output_dir) if is_main_process() else []
+    scores = {path: dict((key[0], value) for key, value in _values(path) if len(key) == 1)["score"] for path in found}
+    for path in found[:-2]:
+        if path != max(found, key=lambda other: scores[other]):
+            (path / ".metadata").unlink()  # first, so that what is left of a deletion is not taken for a checkpoint
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _values(path: Path) -> list[tuple[tuple, Any]]:
+    return [(tuple(key), value) for key, value in json.loads((path / "values.json").read_text())]
+
+
+def check(path: Path) -> dict[str, torch.Tensor]:
+    """Return a folder's tensors without data, by name; raise UsageError if it is torn or could execute code."""
+    try:
+        with open(path / ".metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        _values(path)
+        for index, info in metadata.storage_data.items():
+            if Path(info.relative_path).name != info.relative_path:
+                raise UsageError(f"--resume {path}: rejected: {index.fqn} is in another folder, {info.relative_path}")
+            if (path / info.relative_path).stat().st_size < info.offset + info.length:
+                raise UsageError(f"--resume {path}: torn: {info.relative_path} is too short")
+        return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                for name, entry in metadata.state_dict_metadata.items()}
+    except FileNotFoundError as error:
+        raise UsageError(f"--resume {path}: no whole checkpoint: {Path(error.filename).name} is missing") from None
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"--resume {path}: rejected: its .metadata is no list of tensors alone ({error})") from None
+    except (OSError, EOFError, ValueError, AttributeError, TypeError, IndexError, KeyError) as error:
+        raise UsageError(f"--resume {path}: torn or not from torch.distributed.checkpoint ({error!r})") from None
+
+
+def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:
+    """Return the content of a folder as of a checkpoint file, with this process's shards, read by `load` (dcp.load).
+
+    The folder may come from another number of processes. Raises UsageError if it is not whole.
+    """
+    model, optimizer = state["model"].state_dict(), state["optimizer"]
+    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
+    tensors, places = {}, dict(_values(path))
+    for name, outline in check(path).items():
+        keys = _keys(name)
+        like = model.get(keys[1]) if keys[0] == "model" else parameters.get(keys[2])
+        if like is None or keys[0] == "model" and like.shape != outline.shape:
+            raise UsageError(f"--resume {path}: its {keys[0]} does not fit; check --model, --dataset, --freeze-layers")
+        like = like.detach() if like.shape == outline.shape else torch.empty(outline.shape)
+        places[keys] = tensors[name] = torch.empty_like(like, dtype=outline.dtype)
+    load(tensors, checkpoint_id=path)
+    return shards.nest(places)
+
+
+def _keys(name: str) -> tuple:
+    """Return where a tensor stands in a checkpoint: ("model", NAME) or ("optimizer", "state", NUMBER, NAME)."""
+    part, *rest = name.split("/")
+    return (part, *rest) if part == "model" else (part, rest[0], int(rest[1]), *rest[2:])
+
+
+def main(folder: str, file: str) -> None:
+    """Write the checkpoint in `folder` to `file`, whole: this process needs the memory for all of it."""
+    import torch.distributed.checkpoint as dcp
+
+    from .checkpoint import save_checkpoint
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    tensors = {name: torch.empty_like(outline, device="cpu") for name, outline in check(Path(folder)).items()}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    places = {_keys(name): tensor for name, tensor in tensors.items()}
+    save_checkpoint(file, shards.nest(dict(_values(Path(folder))) | places))
+
+
+if __name__ == "__main__":
+    with report_errors():
+        if len(sys.argv) != 3:
+            raise UsageError("usage: python -m common.folders FOLDER FILE.pt")
+        main(*sys.argv[1:])

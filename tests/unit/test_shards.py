@@ -1,0 +1,122 @@
+"""What is split over processes, without processes: shares, stages, micro-batches, and folders that are torn."""
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from common import datasets, folders, models, shards
+from common.errors import UsageError
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 9])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_even_shards_have_equally_many_samples_and_own_each_once(length, count):
+    parts = [datasets.EvenShard(length, rank, count) for rank in range(count)]
+    assert len({len(part) for part in parts}) == 1 and [len([*part]) for part in parts] == [len(part) for part in parts]
+    assert sorted(index for part in parts for index in [*part][:part.own]) == [*range(length)]
+
+
+@pytest.mark.parametrize(("batch_size", "wanted", "processes", "chunks", "found"), [
+    (64, None, 2, 1, 4), (64, None, 3, 1, 8), (64, None, 1, 1, 2), (96, None, 3, 2, 12), (64, 16, 4, 1, 16),
+    (64, 5, 2, 1, "not a multiple of the 5 micro-batches"), (64, 1, 2, 1, "fewer than the 2 pipeline stages"),
+    (64, 4, 3, 2, "not a multiple of the 3 processes")])
+def test_micro_batches_divide_the_batch_and_suit_the_schedule(batch_size, wanted, processes, chunks, found):
+    if isinstance(found, int):
+        assert shards.split_batch(batch_size, wanted, processes, chunks) == found
+    else:
+        with pytest.raises(UsageError, match=found):
+            shards.split_batch(batch_size, wanted, processes, chunks)
+
+
+@pytest.mark.parametrize("name", ["cnn", "vit"])
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_the_stages_one_after_the_other_are_the_model(name, count):
+    model = models.create_model(name, 10, (1, 28, 28))
+    stages = models.cut(model, count)
+    images = values = torch.rand(3, 1, 28, 28)
+    for stage in stages:
+        assert any(True for _ in stage.parameters())
+        values = stage(values)
+    assert len(stages) == count and torch.equal(values, model(images))
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (models.create_model("cnn", 10, (1, 28, 28)), "7 pipeline stages: the model has only 6 layers"),
+    (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "BatchNorm would see micro-batches"),
+    (nn.Transformer(8, 2, 1, 1, 8), "needs a chain of layers")])
+def test_what_is_no_pipeline_is_named(model, message):
+    with pytest.raises(UsageError, match=message):
+        models.cut(model, 7)
+
+
+def test_the_transformer_is_no_larger_than_said():
+    sizes = {name: sum(part.numel() for part in models.create_model(name, 10, (1, 28, 28)).parameters())
+             for name in ("vit", "vit_base")}
+    assert sizes["vit"] == 204_938 and 85e6 < sizes["vit_base"] < 87e6
+
+
+def test_nested_values_come_apart_and_together():
+    content = {"model": {"a.b": 1}, "optimizer": {"state": {0: {"momentum_buffer": 2}}, "empty": {}}, "epoch": 3}
+    assert shards.nest(dict(shards.flatten(content))) == content
+
+
+def test_clipping_without_shards_is_torchs():
+    model = models.create_model("cnn", 10, (1, 28, 28))
+    found = []
+    for clip in (torch.nn.utils.clip_grad_norm_, shards.clip_grad_norm):
+        model.zero_grad()
+        model(torch.ones(2, 1, 28, 28)).square().sum().backward()
+        found.append((float(clip(model.parameters(), 0.1)), [part.grad.clone() for part in model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0]) and found[0][0] > 0.1
+    for left, right in zip(found[0][1], found[1][1]):
+        assert torch.allclose(left, right)
+
+
+def test_a_model_is_filled_with_its_buffers_and_the_source_is_freed(alone, tmp_path):
+    """A buffer that is in no state_dict, too; to_empty() leaves what is not filled with any values."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.register_buffer("table", torch.arange(4.0), persistent=False)
+    expected = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    tensors = shards.detach_tensors(model)
+    assert all(value.is_meta for value in model.state_dict().values())
+    shards.fill(model, tensors, torch.device("cpu"))
+    found = dict([*model.named_parameters(), *model.named_buffers()])
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert tensors == {}
+
+
+def make_folder(path, metadata=None, values="[]"):
+    path.mkdir()
+    (path / "values.json").write_text(values)
+    if metadata is not None:
+        (path / ".metadata").write_bytes(metadata)
+    return path
+
+
+class Call:
+    """An object whose unpickling calls a function."""
+
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize(("metadata", "message"), [
+    (None, r"no whole checkpoint: \.metadata is missing"), (b"", "torn"), (b"\x80\x04\x95\xff", "torn|no list"),
+    (pickle.dumps(Call()), r"rejected: .* \(builtins\.print\)"), (pickle.dumps([1]), "torn or not from")])
+def test_a_folder_that_is_torn_or_unsafe_is_named(tmp_path, capsys, metadata, message):
+    with pytest.raises(UsageError, match=message):
+        folders.check(make_folder(tmp_path / "step-0000001", metadata))
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_path):
+    for step, score in enumerate([0.1, 0.9, 0.3, 0.4, 0.5]):
+        make_folder(tmp_path / f"step-{step:07}", b"", json.dumps([[["score"], score], [["model", "x"], None]]))
+    make_folder(tmp_path / "step-0000009")
+    assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"01234"]
+    folders.prune(tmp_path)
+    assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"134"]
+    assert (tmp_path / "step-0000009").exists()  # torn, or being written

@@ -1,0 +1,315 @@
+"""Save each process's shards of a model while training continues: distributed checkpoints.
+
+    python -m torch.distributed.launch --nproc_per_node=2 train_DCP.py --resume auto
+    torchrun --nproc-per-node=gpu train_DCP.py --dataset cifar100 --model vit_base --resume auto
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_DCP.py
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_DCP.py
+
+Parent: train_FSDP.py
+"""
+import atexit
+import time
+
+# new # DDP
+import os
+from datetime import timedelta
+
+# new # FSDP
+
+# new # DCP
+from common import checkpoint, cli, datasets, devices, errors, folders, launch, models, reduce, shards
+
+
+import torch
+
+# new # DDP
+import torch.distributed as dist
+
+# new # FSDP
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+# new # DCP
+import torch.distributed.checkpoint as dcp
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
+METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="the dataset")
+    parser.add_argument("--data-path", default="data", help="data folder; downloads go there too")
+    parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
+    parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
+    parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
+    parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
+    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
+    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
+
+    # new # DDP
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU)")
+    parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
+    parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
+
+    # new # FSDP
+    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that hold a model each")
+    parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute in backward()")
+    parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, in evaluation too")
+
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
+
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def evaluate(model, loader, normalize, device):
+    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    model.eval()
+    sums = torch.zeros(2 + len(METRICS), device=device)
+
+    # new # FSDP: as many batches on every rank; the samples that this adds come last and do not count
+    left = loader.sampler.own
+
+    for batch in loader:
+        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(normalize(images))
+
+        # new # FSDP
+        if left <= 0:
+            continue
+        outputs, labels, left = outputs[:left], labels[:left], left - len(labels)
+
+        values = models.sum_metrics(METRICS, outputs, labels)
+        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
+        sums[-1] += len(labels)
+
+    # new # DDP: sums over all processes are exact; a mean of means is not
+    dist.all_reduce(sums)
+
+    loss, *totals, count = sums.tolist()
+    return loss / count, {name: total / count for name, total in zip(METRICS, totals)}
+
+
+def open_log(args, start_epoch, headline):
+    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    print(headline)
+    writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
+    writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
+    atexit.register(writer.close)
+    return writer
+
+
+def main(args):
+    torch.manual_seed(args.seed)
+    device = devices.select_device(args.device)
+    devices.set_deterministic(args.deterministic, device)
+    folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
+
+    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
+    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
+    datasets.require_samples(train_set, val_set, args.batch_size)
+
+    # new # DDP: each process reads its share of each batch, in train.py's order
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_batch_size = reduce.exact_share(args.batch_size, world_size)
+    sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+
+    options = datasets.loader_options(args.workers, device, train_set)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+
+    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
+
+    # new # FSDP: a forward pass gathers weights, so every rank must take part in each
+    val_shard = datasets.EvenShard(len(val_set), rank, world_size)
+
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
+
+    normalize = datasets.Normalize(train_set).to(device)
+
+    # yours: the model
+
+    # new # FSDP: one whole model, in rank 0's host memory; on the meta device, tensors have no data
+    with torch.device("cpu" if reduce.is_main_process() else "meta"):
+        model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
+
+    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    model = models.sync_batchnorm(model, device) if args.sync_bn else model
+
+    if args.weights:
+        models.load_weights(model, args.weights)
+    if args.freeze_layers:
+        models.freeze_layers(model)
+
+    # new # FSDP: set the weights aside; no channels-last, which a shard cannot keep
+    tensors = shards.detach_tensors(model)
+
+    # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
+    mesh = init_device_mesh(
+        device.type, reduce.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    reshard = args.reshard_after_forward == "yes"
+    for block in models.blocks(model, args.activation_checkpointing):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    parallel_model = fully_shard(model, mesh=mesh, mp_policy=policy)
+    shards.fill(model, tensors, device)
+
+    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    lr = args.lr * args.batch_size / 128
+    optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    # new # DCP: from a file, or from the newest whole folder, whatever number of processes wrote it
+    start_epoch, best_score = checkpoint.resume(args.resume, folder, state, load=dcp.load)
+
+    if args.evaluate:
+        if not args.weights and start_epoch == 1:
+            raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+
+        # new # DDP
+        if not reduce.is_main_process():
+            return
+
+        print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
+        return
+
+    # new # DDP
+    layout = f"{world_size} process(es) x 1 micro-batch x {local_batch_size}"
+
+    headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
+
+    # new # DDP: only one process writes
+    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+
+    # new # DCP: saving has a group of its own, on the CPU: its messages must not mix with those of training
+    group, saving = dist.new_group(backend="gloo"), None
+
+    for epoch in range(start_epoch, args.epochs + 1):
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
+        datasets.set_epoch(train_set, epoch)
+
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
+        sampler.set_epoch(epoch)
+        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        start = time.perf_counter()
+
+        # new # DDP: only one process shows a bar
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
+
+        for step, batch in enumerate(bar, 1):
+            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            optimizer.zero_grad()
+
+            # new # DDP: call the wrapper: its forward prepares the gradient reduction
+            loss = criterion(parallel_model(normalize(images)), labels)
+
+            loss.backward()
+
+            # new # FSDP: the norm over all shards
+            if args.clip_norm:
+                shards.clip_grad_norm(model.parameters(), args.clip_norm)
+
+            optimizer.step()
+            loss_sum += loss.detach()
+
+            # Reading the loss waits for the device: do it only every --log-every steps
+            if step % args.log_every and step < len(train_loader):
+                continue
+
+            # new # DDP: all processes get the same value, so either all stop or none do
+            train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
+
+            errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
+            bar.set_postfix(loss=f"{train_loss:.4f}")
+
+        seconds = time.perf_counter() - start
+
+        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
+        # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+
+        # new # DCP: prune() keeps the folder with the best score
+        best_score = max(best_score, score)
+
+        # new # DCP: copy the shards now, write them while training continues; .metadata commits them
+        folders.wait(saving)
+        folders.prune(folder)
+        path, tensors = folders.create(
+            folder, epoch * len(train_loader), state, epoch=epoch, score=score, best_score=best_score)
+        saving = dcp.async_save(tensors, checkpoint_id=path, process_group=group)
+
+        # new # DDP: only one process saves and prints
+        if not reduce.is_main_process():
+            continue
+
+        # new # DCP: no file holds the whole model
+
+        speed = len(train_loader) * args.batch_size / seconds
+        shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
+        scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, epoch)
+        writer.flush()
+        print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
+              f"{speed:,.0f} images/s{devices.peak_memory(device)}")
+
+    # new # DCP
+    folders.wait(saving)
+
+
+# new # DDP: connect the processes of one launch
+def join_group(args):
+    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    os.environ.update(launch.launch_environment())
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
+
+    # set the device first, or every process creates a context on device 0
+    args.device = str(devices.select_device(args.device, local_rank))
+    torch.set_num_threads(launch.cores_per_process())
+    backend = reduce.choose_backend(args.backend, args.device)
+    device_id = torch.device(args.device) if backend == "nccl" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
+
+
+if __name__ == "__main__":
+    with errors.report_errors():
+        args = parse_args()
+
+        # new # DDP
+        join_group(args)
+
+        main(args)
+
+        # new # DDP: only after success: after a failure, this could wait forever for other ranks
+        dist.destroy_process_group()
