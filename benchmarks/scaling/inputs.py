@@ -6,11 +6,11 @@ from torch import nn
 from torchvision.models import resnet50
 
 from benchmarks.measure import machine
+from benchmarks.scaling.model import FLOPS
 from benchmarks.step import Step, count_operations
 from benchmarks.tables import ratio, spread
 from common import datasets
 
-FLOPS = 989e12 * 0.4  # the bfloat16 peak of an H100, and the fraction that training reaches: see docs/scaling.md
 CNN_IMAGES, RESNET_IMAGES, TRANSFORMER_TOKENS = 64, 256, 8 * 2048  # per step
 
 

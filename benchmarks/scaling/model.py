@@ -3,6 +3,7 @@ import math
 
 PROCESSES, WORLD = [1, 2, 8, 16, 64, 256, 1024], 1024
 NODE = 8  # GPUs per host
+FLOPS = 989e12 * 0.4  # the bfloat16 peak of an H100, and the fraction that training reaches: see docs/scaling.md
 BUCKET = 25 * 2 ** 20  # bytes: DistributedDataParallel's bucket_cap_mb
 LINKS = {  # bytes/s into and out of one host, and seconds per hop; docs/scaling.md cites the sources
     "10 Gb/s a host": {"bandwidth": 10e9 / 8, "latency": 50e-6},
@@ -25,17 +26,19 @@ def tree(count: int, size: float, bandwidth: float, latency: float) -> float:
     return 2 * size / bandwidth + 2 * math.ceil(math.log2(count)) * latency
 
 
-def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True) -> float:
+def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True, groups=1) -> float:
     """Return the seconds of an all-reduce of `size` bytes: one ring on CPUs; on GPUs, within hosts, then across.
 
     Across hosts, each GPU sends 1 / NODE of the bytes at the same time: together `size` bytes, over the host's share
-    of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring.
+    of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring. With `groups`, as many
+    groups of `processes` share each host, and reduce `size` bytes each at the same time.
     """
     if not on_gpus:
         return ring(processes, size, link["bandwidth"], TCP_LATENCY)
-    hosts, ways = processes // NODE, (ring, tree) if trees else (ring,)
-    across = min(way(hosts, size, **link) for way in ways) if hosts > 1 else 0
-    return ring(min(processes, NODE), size, **NVLINK) + across
+    local, ways = min(processes, NODE // groups), (ring, tree) if trees else (ring,)
+    hosts = processes // local
+    across = min(way(hosts, groups * size, **link) for way in ways) if hosts > 1 else 0
+    return ring(local, size, **NVLINK) + across
 
 
 def bucket_time(model: dict, processes: int, link: dict, compress=1, trees=True) -> tuple[int, float]:
@@ -60,17 +63,23 @@ def step_time(model: dict, processes: int, link: dict, micro_batches=1, **option
     return (micro_batches - 1) * seconds + last
 
 
+def sharded_pass(units: int, seconds: float, gather: float, scatter=0.0) -> float:
+    """Return the seconds of FSDP2's forward or backward pass of `units` layers that compute for `seconds` in total.
+
+    All but the first gather and the last scatter overlap with the computation of another unit.
+    """
+    return gather + (units - 1) * max(seconds / units, gather + scatter) + seconds / units + scatter
+
+
 def sharded_step_time(model: dict, processes: int, link: dict) -> float:
     """Return the seconds of one step under FSDP2: a gather in forward, a gather and a scatter in backward.
 
-    Each takes half the time of a ring all-reduce (NCCL has no tree for them across multi-GPU hosts). All but the
-    first gather and the last scatter overlap with the computation of another unit.
+    Each takes half the time of a ring all-reduce: NCCL has no tree for them across multi-GPU hosts.
     """
     seconds, units = model["step_seconds"], model["units"]
     half = all_reduce(processes, 4 * model["parameters"] / units, link, trees=False) / 2
-    forward, backward = (1 - BACKWARD) * seconds / units, BACKWARD * seconds / units
-    return (half + (units - 1) * max(forward, half) + forward
-            + half + (units - 1) * max(backward, 2 * half) + backward + half)
+    return (sharded_pass(units, (1 - BACKWARD) * seconds, half)
+            + sharded_pass(units, BACKWARD * seconds, half, half))
 
 
 def shortest_step(model: dict, processes: int, link: dict, wanted=0.9) -> float:
@@ -87,11 +96,10 @@ def efficiency(model: dict, processes: int, link: dict, micro_batches=1, **optio
 
 def compute(models: dict) -> dict:
     """Return all tables that follow from the `models` of `measure`."""
-    tables = {"efficiency": {}, "remedies": {}, "ninety": {}, "rings_alone": {}, "memory": {}}
+    tables = {"remedies": {}, "ninety": {}, "rings_alone": {}, "memory": {}}
     for name, model in models.items():
         for row, link in ((f"{name}, {where}", link) for where, link in LINKS.items()
                           if model["on_gpus"] or "GPU" not in where):
-            tables["efficiency"][row] = [efficiency(model, count, link) for count in PROCESSES]
             tables["ninety"][row] = [shortest_step(model, count, link) for count in (8, 64, 1024)]
             found = tables["remedies"][row] = {key: efficiency(model, WORLD, link, **options)
                                                for key, options in REMEDIES.items()}
@@ -100,7 +108,8 @@ def compute(models: dict) -> dict:
             if model["on_gpus"]:
                 tables["rings_alone"][row] = efficiency(model, WORLD, link, trees=False)
     sizes = {name: model["parameters"] for name, model in models.items()}
-    for name, size in (sizes | {"3 billion parameters": 3e9, "7 billion parameters": 7e9}).items():
+    for name, size in (sizes | {"3 billion parameters": 3e9, "7 billion parameters": 7e9,
+                           "70 billion parameters": 70e9}).items():
         # bytes: weights 4, gradients (views into DDP's buckets) 4, momentum 4 or Adam's two averages 8
         tables["memory"][name] = {"ddp_sgd": 12 * size, "ddp_adam": 16 * size,
                                   **{f"fsdp_adam_{count}": 16 * size / count for count in (8, 64, 1024)}}

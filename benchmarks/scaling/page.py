@@ -1,5 +1,5 @@
 """The generated parts of docs/scaling.md."""
-from benchmarks.scaling.model import PROCESSES
+from benchmarks.scaling import meshes
 from benchmarks.tables import ROOT, table
 
 PAGE, TEXT = ROOT / "docs/scaling.md", ROOT / "benchmarks/scaling/text.md"
@@ -7,6 +7,7 @@ MARKS = "<!-- scaling -->\n", "<!-- /scaling -->\n"
 MEMORY = 80e9  # bytes of an H100
 REMEDIES = {"plain": "plain DDP", "accumulate": "4 micro-batches", "bf16": "bf16 gradients", "both": "both",
             "sharded": "FSDP2"}
+KINDS = ["FSDP2", "FSDP2, TP", "FSDP2, PP", "FSDP2, TP, PP"]
 MEMORIES = {"ddp_sgd": "DDP, SGD", "ddp_adam": "DDP, Adam", "fsdp_adam_8": "FSDP2, Adam, 8", "fsdp_adam_64": "64",
             "fsdp_adam_1024": "1,024"}
 
@@ -19,27 +20,43 @@ def time_of(seconds: float) -> str:
 
 def size_of(size: float) -> str:
     """Return a number of bytes that is easy to read: 480 kB, 4.05 GB."""
-    factor, unit = next(pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if size >= pair[0])
+    units = (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")
+    factor, unit = next(pair for pair in units if size >= pair[0])
     return f"{size / factor:.3g} {unit}"
+
+
+def plan_of(found: dict[str, dict], kind: str | None = None) -> str:
+    """Return what `meshes.choose` found for one kind of mesh, or for the best of all: 32x2x1 r, 45 GB, 93%."""
+    best = max(found, key=lambda name: meshes.rank(found[name]))
+    each = found[kind or best]
+    mesh = "x".join(map(str, each["plan"][:3])) + " r" * each["plan"][4]
+    if not each["fits"]:
+        return f"{mesh}, {size_of(each['bytes'])} (!)"
+    mark = "**" if kind == best else ""
+    return f"{mark}{mesh}, {each['bytes'] / 1e9:.0f} GB, {each['efficiency']:.0%}{mark}"
 
 
 def render(result: dict) -> list[str]:
     """Return the generated parts of the page, in page order, from the contents of scaling.json."""
     found, tables, world, models = result["inputs"], result["tables"], result["world"], result["inputs"]["models"]
+    placed = result["placed"]
     steps = {name: time_of(model["step_seconds"]) for name, model in models.items()}
     parts = [
-        table(["at 1,024 processes", *REMEDIES.values()],
-              [[row, *(f"{values[key]:.0%}" if key in values else "-" for key in REMEDIES)]
+        table(["at 1,024 processes", *REMEDIES.values(), "step assumed", "90% on 8: step", "64", "1,024"],
+              [[row, *(f"{values[key]:.0%}" if key in values else "-" for key in REMEDIES),
+                steps[row.split(", ")[0]], *map(time_of, tables["ninety"][row])]
                for row, values in tables["remedies"].items()]),
-        table(["plain DDP, processes", *(f"{count:,}" for count in PROCESSES)],
-              [[row, *(f"{value:.0%}" for value in values)] for row, values in tables["efficiency"].items()]),
-        table(["", "step assumed here", "8", "64", "1,024"],
-              [[row, steps[row.split(", ")[0]], *map(time_of, values)] for row, values in tables["ninety"].items()]),
         table(["", *MEMORIES.values()],
               [[name, *(size_of(values[key]) + (" (!)" if values[key] > MEMORY else "") for key in MEMORIES)]
-               for name, values in tables["memory"].items()])]
+               for name, values in tables["memory"].items()]),
+        table(["400 Gb/s a GPU", *KINDS, "best at 100 Gb/s a host"],
+              [[row, *(plan_of(found, kind) for kind in KINDS), plan_of(tables["meshes"]["100 Gb/s a host"][row])]
+               for row, found in tables["meshes"]["400 Gb/s a GPU"].items()])]
     text = TEXT.read_text().format(
-        **found, world=world, ranks=", ".join(map(str, world["ranks"])), shards=list(world["shards"].values()),
+        **found, batch=meshes.BATCH, sums=meshes.SUMS, limit=size_of(meshes.LIMIT), titan=tables["torchtitan"],
+        world=world, placed=placed, share=16 * placed["parameters"] / world["processes"],
+        block=meshes.saved(meshes.CHECKED, placed["tensor"]), ranks=", ".join(map(str, world["ranks"])),
+        shards=list(world["shards"].values()),
         size={name: size_of(4 * model["parameters"]) for name, model in models.items()},
         cnn={name: time_of(value) for name, value in found["cnn_step"].items()},
         even=models["1B transformer"]["parameters"] / world["processes"],

@@ -13,6 +13,7 @@ from common.datasets import mix
 ranks = pytest.importorskip("tools.ranks", reason="no psutil: pip install -r requirements-bench.txt",
                             exc_type=ModuleNotFoundError)
 
+pytestmark = pytest.mark.long
 RESULT = json.loads((RESULTS / "scaling.json").read_text())
 
 
@@ -58,6 +59,18 @@ def test_memory_is_twelve_bytes_a_parameter(world):
         assert one["buckets"] == [4 * size]  # one bucket: nothing of it travels during the backward pass
     even = RESULT["inputs"]["models"]["1B transformer"]["parameters"] / 1024
     assert 0.8 * even < world["shards"]["1023"] < even < world["shards"]["0"] < 1.1 * even
+
+
+def test_a_rank_of_a_mesh_holds_sends_and_saves_what_is_predicted():
+    """Among 128 shards x 8 tensor ranks; only norms, some biases and the shards' padding are not split evenly."""
+    from benchmarks.scaling import meshes
+
+    found = json.loads(good(run(PYTHON, "-m", "benchmarks.scaling.placement")).out)
+    assert found == RESULT["placed"]
+    assert found["held"] == pytest.approx(16 * found["parameters"] / 1024, rel=0.02)
+    assert found["saved"] == pytest.approx(meshes.saved(meshes.CHECKED, found["tensor"]), rel=0.001)
+    assert found["block"] == {"all_reduce": sum(meshes.SUMS), "allgather_base": 2, "reduce_scatter_base": 1}
+    assert found["waits"] == pytest.approx(meshes.bubble(8, 16))
 
 
 def test_the_command_for_a_model_of_ones_own():

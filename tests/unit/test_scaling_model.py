@@ -3,15 +3,15 @@ import json
 
 import pytest
 
+from benchmarks.scaling import meshes, page
 from benchmarks.scaling import model as scaling
-from benchmarks.scaling import page
 from benchmarks.tables import RESULTS
 
 RESULT = json.loads((RESULTS / "scaling.json").read_text())
 
 
 def test_the_page_and_the_tables_follow_from_the_inputs():
-    assert scaling.compute(RESULT["inputs"]["models"]) == RESULT["tables"]
+    assert scaling.compute(RESULT["inputs"]["models"]) | meshes.compute() == RESULT["tables"]
     text = page.PAGE.read_text()
     assert [part.split(page.MARKS[1])[0] for part in text.split(page.MARKS[0])[1:]] == page.render(RESULT)
     assert len(text.splitlines()) < 150 and (RESULTS / "scaling.png").stat().st_size < 100_000
@@ -34,3 +34,37 @@ def test_the_model_where_its_answer_is_known():
     sharded = {"parameters": 1e12, "step_seconds": 1e-9, "on_gpus": True, "units": 100}
     ratio = scaling.sharded_step_time(sharded, 8, link) / scaling.all_reduce(8, 4e12, link)
     assert ratio == pytest.approx(1.5, rel=0.01)
+
+
+def test_the_meshes_where_the_answer_is_known():
+    for name, vocabulary in (("7B", 32_000), ("70B", 32_000)):  # Llama 2's weights, one by one
+        shape = meshes.MODELS[name]
+        width, keys, hidden = shape["width"], shape["keys"], shape["hidden"]
+        block = 2 * width * width + 2 * width * keys + 3 * width * hidden + 2 * width
+        assert shape["layers"] * block + 2 * vocabulary * width + width == shape["parameters"]
+    assert meshes.MODELS["1B"]["parameters"] == RESULT["inputs"]["models"]["1B transformer"]["parameters"]
+    assert meshes.bubble(4, 12) == 0.2 and meshes.bubble(1, 8) == 0
+    assert meshes.saved(meshes.CHECKED, 1) == 32 * 4096 and meshes.saved(meshes.CHECKED, 8) == 11 * 4096
+    # two groups of four share a host's link: each waits for the bytes of both
+    link = {"bandwidth": 1e9, "latency": 0}
+    assert scaling.all_reduce(32, 1e9, link, trees=False, groups=2) == pytest.approx(
+        2 * 3 / 4 / 450 + 2 * 3 * 3.4e-6 + 2 * 7 / 8 * 2)
+
+
+def test_a_small_model_on_meshes_by_hand():
+    """Of 2**20 parameters and 8 blocks of width 64, with 1,024 sequences of 4,096 tokens per step."""
+    model = {"parameters": 2**20, "layers": 8, "width": 64, "keys": 64, "hidden": 256, "gated": False,
+             "vocabulary": 1000, "sequence": 4096}
+    link, product = scaling.LINKS["400 Gb/s a GPU"], 6 * 2**20 * 4096 / scaling.FLOPS  # seconds of a sequence
+    alone, tensor, pipeline = meshes.Plan(1, 1, 1), meshes.Plan(1, 2, 1), meshes.Plan(1, 1, 8)
+    assert meshes.step_time(model, alone, link) == pytest.approx(1024 * product)
+    assert meshes.step_time(model, alone._replace(recompute=True), link) == pytest.approx(1024 * product * 4 / 3)
+    sums = 8 * 6 * (4096 * 64 * 2 / 450e9 + 2 * 3.4e-6)  # two members: each sends the bytes once, in two hops
+    assert meshes.step_time(model, tensor, link) == pytest.approx(1024 * (product / 2 + sums))
+    sends = 2 * (4096 * 64 * 2 / 450e9 + 3.4e-6)
+    assert meshes.step_time(model, pipeline, link) == pytest.approx((1024 + 7) * (product / 8 + sends))
+    logits, block = 4 * 4096 * 1000, 4096 * 64 * 32
+    assert meshes.memory(model, alone) == 16 * 2**20 + 10 * 2**17 + 8 * block + logits
+    assert meshes.memory(model, alone._replace(recompute=True)) == (
+        16 * 2**20 + 10 * 2**17 + 8 * 4096 * 128 + block + logits)
+    assert meshes.memory(model, pipeline) == 16 * 2**17 + 6 * 2**17 + max(8 * block, block + logits)
