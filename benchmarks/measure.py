@@ -19,19 +19,22 @@ import psutil
 import torch
 
 from benchmarks.tables import ROOT, spread
-from common import cli, datasets, models
+from common import cli
+from common.datasets import DATASETS
+from common.models import MODELS
 
 LONG = 5  # seconds; the scripts print times to 0.01 s
-EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* accuracy (?P<accuracy>[\d.]+) .*)? (?P<seconds>[\d.]+) s  "
+EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* accuracy (?P<accuracy>[\d.]+))?.* (?P<seconds>[\d.]+) s  "
                    r"(?P<speed>[\d,]+) images/s(?:  (?P<peak_mib>[\d,]+) MiB)?\n?")
 
 
-def make_parser(doc: str, epochs: int, batch_size: int, rounds: int | None = None) -> cli.ArgumentParser:
+def make_parser(doc: str, epochs: int, batch_size: int, rounds: int | None = None,
+                datasets: Iterable[str] = DATASETS, models: Iterable[str] = MODELS) -> cli.ArgumentParser:
     """Return a parser for the arguments that benchmarks share, with these defaults; no `rounds` means no --rounds."""
     parser = cli.ArgumentParser(doc)
-    parser.add_argument("--dataset", choices=datasets.DATASETS, default="digits", help="what to train on")
+    parser.add_argument("--dataset", choices=datasets, default="digits", help="what to train on")
     parser.add_argument("--data-path", default="data", help="folder for the data, downloaded if missing")
-    parser.add_argument("--model", choices=models.MODELS, default="cnn", help="the network")
+    parser.add_argument("--model", choices=models, default="cnn", help="the network")
     parser.add_argument("--epochs", type=cli.positive_int, default=epochs, help="epochs per run; in floor.py, per turn")
     parser.add_argument("--batch-size", type=cli.positive_int, default=batch_size, help="over all processes")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
@@ -48,8 +51,8 @@ def task_of(args, epochs: int) -> list[str]:
 
 
 def training_scripts() -> list[str]:
-    """Return the names of all training scripts, train.py first."""
-    return sorted(path.name for path in ROOT.glob("train*.py"))
+    """Return the names of the scripts that train train.py's models, train.py first."""
+    return sorted(path.name for path in ROOT.glob("train*.py") if not path.name.startswith("train_yolov3"))
 
 
 def launch(processes: int, target: str, *arguments: str) -> list[str]:

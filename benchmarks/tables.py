@@ -110,12 +110,52 @@ def step_table(content: dict) -> str:
             f"data (at most {script['waits']['highest']:.1%}).")
 
 
+def memory_table(content: dict) -> str:
+    """Return a table of memory.py's results: of each launch, the largest process, in MiB and relative to DDP's."""
+    def largest(run: dict, when: str, *parts: str) -> float:
+        return max(sum(rank[when][part] for part in parts or rank[when]) for rank in run["ranks"]) / 2**20
+
+    columns = [("held", "weights"), ("held", "gradients", "buckets"), ("held", "optimizer"),
+               ("held", "weights", "gradients", "buckets", "optimizer"), ("peak",)]
+    ddp = {run["processes"]: run for run in content["runs"] if run["script"] == "train_DDP.py"}
+    rows = []
+    for run in content["runs"]:
+        cells = [f"{largest(run, *column):,.1f}" for column in columns]
+        for place in (4, 3):
+            other = ddp.get(run["processes"])
+            share = largest(run, *columns[place]) / largest(other, *columns[place]) if other else None
+            cells.insert(place + 1, f"{share:.2f}" if share else "-")
+        rows.append([f"`{run['script']}`", run["processes"], *cells])
+    return ("Memory (`python -m benchmarks.memory`), MiB of the largest process: "
+            + caption(content, "1 launch")
+            + table(["script", "processes", "weights", "gradients", "optimizer", "held", "relative to DDP",
+                     "peak in a step", "relative to DDP"], rows))
+
+
+def sharding_table(content: dict) -> str:
+    """Return the tables of sharding.py's results: the step, the bubble and the wait for a checkpoint."""
+    speed, stages = content["steps"]["FSDP / DDP"], content["processes"]
+    seconds = {script: around(spread(each)) for script, each in content["steps"]["seconds"].items()}
+    bubbles = [[f"{number} micro-batches", f"{(stages - 1) / (int(number) + stages - 1):.0%}",
+                around(spread(shares), ".0%")] for number, shares in content["bubbles"].items()]
+    waits = [[f"`{script}`", around(run["waits"]), around(run["epoch"], ".1f"),
+              f"{run['waits']['median'] / run['epoch']['median']:.1%}"] for script, run in content["waits"].items()]
+    return ("Sharding (`python -m benchmarks.sharding`): "
+            + caption(content, count(content["arguments"]["rounds"], "round"), count(stages, "process", "es"))
+            + table(["script", "seconds per step"], [[f"`{script}`", text] for script, text in seconds.items()])
+            + f"\n\nA step of `train_FSDP.py` is {around(speed)} times as fast as one of `train_DDP.py`.\n\n"
+            + table([f"`train_PP.py`, {stages} stages", "bubble by the formula", "share of idle time"], bubbles)
+            + "\n\n" + table(["saves", "wait per checkpoint, s", "epoch, s", "relative to the epoch"], waits))
+
+
 def ratio_table(contents: list[dict]) -> str:
     """Return one table with the ratios from all results of floor.py."""
     rows = []
     for content in contents:
         args, where = content["arguments"], content["machine"]
         ratios = [content["ratios"].get(f"train_DDP.py / {other}") for other in OTHERS]
+        if not any(ratios):  # the detector
+            continue
         rows.append([f"{args['model']}, {args['dataset']}, batch {args['batch_size']}, "
                      f"{count(args['processes'], 'process', 'es')}, {where['gpu'] or where['cpu']}",
                      *(f"{value['median']:.2f}" if value else "-" for value in ratios)])
@@ -126,7 +166,8 @@ def pages() -> dict[str, list[str]]:
     """Return {page: [the text between each pair of marks on it]}, all made from the committed results."""
     floors = read("floor")
     parts = [map(compare_table, read("compare")), [ratio_table(floors)], map(floor_table, floors),
-             map(step_table, read("step"))]
+             map(step_table, read("step")), map(memory_table, read("memory")),
+             map(sharding_table, read("sharding"))]
     return {"docs/speed.md": ["\n" + "\n\n".join(tables) + "\n\n" for tables in parts]}
 
 

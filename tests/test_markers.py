@@ -9,14 +9,18 @@ SCRIPTS = markers.scripts()
 CHILDREN = [path for path in SCRIPTS if len(markers.parents_of(path)) == 1]
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def name_of(path):
+    return path.relative_to(markers.ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_every_difference_from_the_parents_is_marked(path):
     """test_readme.py compares the number of changed lines with README's table."""
     changed = sum(block.changed for block in markers.compare(path))
     assert bool(changed) == bool(markers.parents_of(path))
 
 
-@pytest.mark.parametrize("path", CHILDREN, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CHILDREN, ids=name_of)
 def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
     """It shows nothing else: at most one hunk for each own block."""
     [parent] = markers.parents_of(path)
@@ -31,7 +35,7 @@ def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
         added = {number for number, _ in markers.numbered(path, [])} & {*range(int(new), int(new) + int(new_size or 1))}
         gone = {number for number, _ in markers.numbered(parent, [])}
         gone &= {*range(int(old), int(old) + int(old_size or 1))}
-        assert added <= own and gone <= replaced, f"{path.name}:{new}"
+        assert added <= own and gone <= replaced, f"{path}:{new}"
         found += bool(added or gone)
     assert found <= len(blocks)
 
@@ -39,8 +43,8 @@ def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
 def test_the_baseline_is_short_and_lines_are_narrow():
     for path in SCRIPTS:
         lines = path.read_text().splitlines()
-        assert max(map(len, lines)) < 110, path.name
-        if path.name == "train.py":
+        assert max(map(len, lines)) < 110, path
+        if name_of(path) == "train.py":
             assert len(lines) <= 170
 
 

@@ -14,7 +14,7 @@ import texts
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGE = DOCS / "index.html"
-SCRIPTS = [path.name for path in markers.scripts()]
+SCRIPTS = [path.relative_to(ROOT).as_posix() for path in markers.scripts()]
 
 
 def test_the_page_is_fresh_and_small():
@@ -93,3 +93,13 @@ def test_what_how_it_works_says_can_be_seen():
     assert difference < 1e-6
     counts = re.findall(r"(\w+) no_sync\(\) +all-reduces: (\d)", shown.stdout)
     assert counts == [("without", "4"), ("with", "1")]
+    own, all_boxes = (float(error) for error in re.findall(r"relative error (\S+)", shown.stdout))
+    assert own > 0.1 and all_boxes < 1e-6
+    ddp, zero, fsdp = re.findall(r"weights +(\S+) MB +gradients +(\S+) MB +optimizer +(\S+) MB", shown.stdout)
+    assert zero[:2] == ddp[:2] and zero[2] == fsdp[2]
+    assert all(float(part) == pytest.approx(float(whole) / 4, abs=0.1) for part, whole in zip(fsdp, ddp, strict=True))
+    errors = re.findall(r"from whole layers (\S+)", shown.stdout)
+    assert len(errors) == 4 and max(map(float, errors)) < 1e-5
+    idle = re.findall(r"idle (\S+), .* = (\S+)", shown.stdout)
+    assert len(idle) == 3 and all(measured == formula for measured, formula in idle)
+    assert "reads [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]" in shown.stdout and "without .metadata: Ch" in shown.stdout

@@ -12,6 +12,10 @@ README = (ROOT / "README.md").read_text()
 EXCERPTS = (ROOT / "docs/scripts.md").read_text()
 
 
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
 def test_the_blocks_stand_in_the_scripts():
     blocks = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", EXCERPTS, re.S)
     assert len(blocks) >= 6 and (README + EXCERPTS).count("```python") == len(blocks)
@@ -25,7 +29,7 @@ def test_the_results_are_those_that_are_committed():
     for page, parts in tables.pages().items():
         marked = (ROOT / page).read_text().split(tables.MARKS[0])[1:]
         assert [text.split(tables.MARKS[1])[0] for text in marked] == parts
-        assert all("train_DDP.py" in part or "fused" in part for part in parts), page
+        assert all("_DDP.py" in part or "fused" in part for part in parts), page
 
 
 def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
@@ -33,15 +37,15 @@ def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
     table = {script: (link, parents.replace("`", ""), int(lines)) for script, link, parents, lines in rows}
     found = {}
     for path in markers.scripts():
-        parents = ", ".join(parent.name for parent in markers.parents_of(path)) or "-"
-        found[path.name] = path.name, parents, sum(block.changed for block in markers.compare(path))
+        parents = ", ".join(map(name_of, markers.parents_of(path))) or "-"
+        found[name_of(path)] = name_of(path), parents, sum(block.changed for block in markers.compare(path))
     assert table == found
 
 
 def test_every_script_has_a_section_and_a_place_in_the_decision_tree():
-    scripts = {path.name for path in markers.scripts()}
+    scripts = set(map(name_of, markers.scripts()))
     assert set(re.findall(r"^## (\S+\.py)$", (ROOT / "docs/scripts.md").read_text(), re.M)) == scripts
-    assert set(re.findall(r">(\w+\.py)<", (ROOT / "docs/figures/which-script.svg").read_text())) == scripts
+    assert set(re.findall(r">([\w/]+\.py)<", (ROOT / "docs/figures/which-script.svg").read_text())) == scripts
     assert all(name in README.split("![Decision tree.")[1].split("]")[0] for name in scripts)
 
 
@@ -49,14 +53,16 @@ def test_every_script_has_a_section_and_a_place_in_the_decision_tree():
 def test_every_option_in_the_readme_and_the_docstrings_exists():
     """Each script's --help is asked once, and also shows that it starts without a device or data."""
     texts = README + EXCERPTS + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
+    texts = re.sub(r"\\\n\s*", "", texts)  # one line for each command
+    names = [name_of(path) for path in markers.scripts()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        helps = dict(zip(markers.scripts(), pool.map(lambda path: run(PYTHON, path.name, "--help"), markers.scripts())))
-    for path in markers.scripts():
-        commands = [line for line in texts.splitlines() if f" {path.name} " in f"{line} " and "|" not in line
+        helps = dict(zip(names, pool.map(lambda name: run(PYTHON, name, "--help"), names)))
+    for name in names:
+        commands = [line for line in texts.splitlines() if f" {name} " in f"{line} " and "|" not in line
                     and re.match(r"\s*(python|torchrun|srun|pip|CUDA)", line)]
-        assert commands, f"no command shows {path.name}"
-        used = {word for line in commands for word in shlex.split(line.split(path.name, 1)[1], comments=True)
+        assert commands, f"no command shows {name}"
+        used = {word for line in commands for word in shlex.split(line.split(name, 1)[1], comments=True)
                 if word.startswith("--")}
-        said = good(helps[path]).out
+        said = good(helps[name]).out
         known = set(re.findall(r"--[\w-]+", said.split("options:", 1)[-1]))
-        assert used <= known, f"{path.name}: {used - known}"
+        assert used <= known, f"{name}: {used - known}"

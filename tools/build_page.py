@@ -26,9 +26,13 @@ DOCS = ROOT / "docs"
 
 @dataclasses.dataclass
 class Script:
-    """A script on the page; `blocks` are its own, `marked` includes its ancestors', `docstring_end` is 1-based."""
+    """A script on the page; `name` is its path from the root, and `docstring_end` is 1-based.
+
+    `blocks` are its own; `marked` includes its ancestors'.
+    """
 
     path: Path
+    name: str
     lines: list[str]
     parents: list[str]
     blocks: list[markers.Block]
@@ -36,10 +40,6 @@ class Script:
     docstring_end: int
     summary: str
     commands: list[str]
-
-    @property
-    def name(self) -> str:
-        return self.path.name
 
     @property
     def parent(self) -> str | None:
@@ -54,17 +54,18 @@ def read_scripts(root: Path = ROOT) -> Scripts:
     """Return the scripts by name, each parent before its children."""
     found = {}
     for path in markers.scripts(root):
-        text, parents = path.read_text(), [parent.name for parent in markers.parents_of(path)]
+        name, *parents = (file.relative_to(root).as_posix() for file in [path, *markers.parents_of(path)])
+        text = path.read_text()
         first, *rest = (ast.get_docstring(ast.parse(text)) or "").split("\n")
-        commands = [line.strip() for line in rest if re.match(rf"    (pip |.*\b{path.name})", line)]
-        commands.sort(key=lambda command: path.name not in command)  # noqa: B023, because sort() calls it at once
-        found[path.name] = Script(path, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
-                                  ast.parse(text).body[0].end_lineno or 0, first, commands)
+        commands = [line.strip() for line in rest if re.match(rf"    (pip |.*\b{name})", line)]
+        commands.sort(key=lambda command: name not in command)  # noqa: B023, because sort() calls it at once
+        found[name] = Script(path, name, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
+                             ast.parse(text).body[0].end_lineno or 0, first, commands)
     ordered: dict[str, Script] = {}
 
     def add(parent: str | None) -> None:
         children = [script for script in found.values() if script.parent == parent]
-        for script in sorted(children, key=lambda child: (not child.name.startswith("train"), child.name)):
+        for script in sorted(children, key=lambda child: (child.name.startswith("loader"), child.name)):
             ordered[script.name] = script
             add(script.name)
 

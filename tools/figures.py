@@ -251,32 +251,153 @@ def shares() -> Drawing:
     return drawing
 
 
+def boxes() -> Drawing:
+    drawing = Drawing(196)
+    rows = [("its own number", [1 / 2] + [1 / 18] * 9), ("all boxes / 2", [1 / 10] * 10)]
+    for row, (name, weights) in enumerate(rows):
+        x, y = 180.0, 34 + 68 * row
+        drawing.text(15, y + 17, "each divides by", "t", "start")
+        drawing.text(15, y + 36, name, "t strong", "start")
+        for box, weight in enumerate(weights):
+            drawing.box(x, y, 520 * weight - 4, 46, f"fill {COLORS[box > 0]}", 4)
+            if weight > 1 / 18:
+                drawing.text(x + 260 * weight - 2, y + 28, f"1/{1 / weight:.0f}", "on")
+            x += 520 * weight
+    drawing.text(570, 96, "1/18 each", "t small")
+    drawing.text(180, 22, "rank 0: one box", "t blue", "start")
+    drawing.text(310, 22, "rank 1: nine boxes", "t orange", "start")
+    drawing.text(180, 182, "The weight of each box in the averaged gradient.", "t small", "start")
+    return drawing
+
+
+def held() -> Drawing:
+    drawing = Drawing(232)
+    kinds = [("weights", "blue"), ("gradients", "orange"), ("optimizer state", "green")]
+    for column, (name, whole) in enumerate([("DDP", 3), ("ZeRO-1", 2), ("FSDP2", 0)]):
+        x = 85 + 215 * column
+        drawing.text(x + 95, 20, name, "t strong")
+        for rank in range(4):
+            y = 32 + 38 * rank
+            if not column:
+                drawing.text(15, y + 21, f"rank {rank}", "t", "start")
+            for number, (_, colour) in enumerate(kinds):
+                left = x + 64 * number
+                drawing.box(left, y, 60, 30, f"open {colour}", 3)
+                first, width = (0.0, 60.0) if number < whole else (15.0 * rank, 15.0)
+                drawing.box(left + first, y, width, 30, f"fill {colour}", 3)
+    for number, (kind, colour) in enumerate(kinds):
+        drawing.text(85 + 100 * number, 200, kind, f"t {colour}", "start")
+    drawing.text(85, 222, "A filled part has memory on this rank.", "t small", "start")
+    return drawing
+
+
+def columns() -> Drawing:
+    drawing = Drawing(232)
+    for rank in range(2):
+        y, colour = 36 + 92 * rank, COLORS[rank]
+        drawing.text(15, y + 38, f"rank {rank}", "t strong", "start")
+        drawing.box(80, y + 15, 62, 40, "box", 3)
+        drawing.text(111, y + 40, "X")
+        drawing.text(160, y + 40, "×")
+        drawing.box(178, y, 110, 70, "open", 3)
+        drawing.box(178 + 55 * rank, y, 55, 70, f"fill {colour}", 3)
+        drawing.text(205 + 55 * rank, y + 40, f"A{rank}", "on")
+        drawing.arrow(294, y + 35, 328, y + 35)
+        drawing.box(334, y + 15, 55, 40, f"fill {colour}", 3)
+        drawing.text(361, y + 40, f"H{rank}", "on")
+        drawing.text(406, y + 40, "×")
+        drawing.box(424, y, 62, 70, "open", 3)
+        drawing.box(424, y + 35 * rank, 62, 35, f"fill {colour}", 3)
+        drawing.text(455, y + 23 + 35 * rank, f"B{rank}", "on")
+        drawing.arrow(492, y + 35, 526, y + 35)
+        drawing.box(532, y + 15, 62, 40, f"open {colour}", 3)
+        drawing.text(563, y + 40, f"Y{rank}", f"t {colour}")
+        drawing.arrow(600, y + 35, 640, 117)
+    drawing.box(642, 97, 68, 40, "box", 3)
+    drawing.text(676, 122, "Y0 + Y1")
+    for x, label in ((233, "columns of A"), (455, "rows of B"), (676, "all-reduce")):
+        drawing.text(x, 22, label, "t small")
+    drawing.text(15, 224, "Both ranks have all of X. Each computes its columns of H alone, and H needs no message.",
+                 "t small", "start")
+    return drawing
+
+
+def pipeline() -> Drawing:
+    drawing = Drawing(206)
+    for stage in range(4):  # 1F1B, if each forward and each backward pass takes one slot of time
+        y = 14 + 38 * stage
+        drawing.text(15, y + 20, f"stage {stage}", "t strong", "start")
+        drawing.box(84, y, 28 * 22, 30, "open faint", 3)
+        for number in range(8):
+            forward = stage + number * (1 if number < 4 - stage else 2)
+            for slot, colour in ((forward, "blue"), (7 - stage + 2 * number, "green")):
+                drawing.box(84 + 28 * slot, y, 27, 30, f"fill {colour}", 3)
+                drawing.text(97 + 28 * slot, y + 20, str(number), "on")
+    drawing.text(84, 190, "forward", "t blue", "start")
+    drawing.text(150, 190, "backward", "t green", "start")
+    drawing.text(700, 190, "8 micro-batches; each stage waits in 6 of 22 slots: 3 / (8 + 3)", "t small", "end")
+    return drawing
+
+
+def folder() -> Drawing:
+    drawing = Drawing(226)
+    drawing.box(300, 10, 250, 190, "open")
+    drawing.text(315, 32, "step-0000044/", "t strong", "start")
+    for rank in range(2):
+        y = 46 + 50 * rank
+        drawing.box(15, y, 150, 38, f"fill {COLORS[rank]}")
+        drawing.text(90, y + 24, f"rank {rank}'s shards", "on")
+        drawing.arrow(168, y + 19, 312, y + 19, COLORS[rank])
+        drawing.text(240, y + 12, "1  write", "t small")
+        drawing.box(315, y, 220, 38, f"open {COLORS[rank]}")
+        drawing.text(425, y + 24, f"__{rank}_0.distcp")
+    drawing.box(315, 150, 220, 38, "fill green")
+    drawing.text(425, 174, ".metadata", "on")
+    drawing.arrow(168, 169, 312, 169, "green")
+    drawing.text(240, 162, "2  rename", "t small")
+    drawing.text(90, 174, "rank 0, last")
+    drawing.text(562, 174, "commits the folder", "t green", "start")
+    drawing.text(15, 218, "A crash before step 2 leaves a folder without .metadata, which is ignored.", "t small",
+                 "start")
+    return drawing
+
+
 def which_script() -> Drawing:
-    questions = [
-        ("Do you only need to load pairs of images?", None),
-        ("Is one device enough?", "train.py"),
-        ("Is this a quick test with a second GPU?", "train_DP.py"),
-        ("Do you start it from an IDE or a debugger?", "train_mp.py"),
-        ("Is the batch too large for memory?", "train_grad_accum.py"),
-        ("Can the job be stopped before it ends?", "train_elastic.py"),
-        ("Is 16-bit arithmetic fast on your device?", "train_amp.py"),
+    pair = [(443, "no", "minimal/train.py"), (615, "yes", "minimal/train_DDP.py")]
+    loaders = [(507, "no", "loader.py"), (634, "yes", "loader_DALI.py")]
+    detectors = [(443, "no", "train_yolov3_DDP.py"), (622, "yes", "train_yolov3_amp.py")]
+    shards = [(475, "no", "train_DCP.py"), (622, "yes", "train_FSDP.py")]
+    questions: list[tuple[str, str, list[tuple[int, str, str]]]] = [
+        ("Do you have a training loop to change?", "Are there several devices?", pair),
+        ("Do you only need to load pairs of images?", "Does the GPU wait for the CPU?", loaders),
+        ("Do you detect objects on one device?", "train_yolov3.py", []),
+        ("Do you detect objects on several devices?", "Is 16-bit arithmetic fast on them?", detectors),
+        ("Is one device enough?", "train.py", []),
+        ("Is this a quick test with a second GPU?", "train_DP.py", []),
+        ("Do you start it from an IDE or a debugger?", "train_mp.py", []),
+        ("Is one layer too large for one device?", "train_TP.py", []),
+        ("Is the model too large, and the links slow?", "train_PP.py", []),
+        ("Is the model too large for one device?", "Can one host hold a checkpoint?", shards),
+        ("Is the batch too large for memory?", "train_grad_accum.py", []),
+        ("Can the job be stopped before it ends?", "train_elastic.py", []),
+        ("Is 16-bit arithmetic fast on your device?", "train_amp.py", []),
     ]
-    drawing = Drawing(515)
+    drawing = Drawing(1037)
     y = 12
-    for question, script in questions:
+    for question, answer, scripts in questions:
         drawing.box(15, y, 320, 34)
         drawing.text(175, y + 22, question)
         drawing.arrow(335, y + 17, 455, y + 17)
         drawing.text(390, y + 11, "yes", "t small")
-        drawing.box(457, y, 248, 34, css=f"fill {COLORS[0]}" if script else "box")
-        drawing.text(581, y + 22, script or "Does the GPU wait for the CPU?", "on" if script else "t")
-        if not script:
-            for x, answer, loader in ((507, "no", "loader.py"), (634, "yes", "loader_DALI.py")):
-                drawing.arrow(x, y + 34, x, y + 62)
-                drawing.text(x + 10, y + 53, answer, "t small", "start")
-                drawing.box(x - len(loader) * 5, y + 64, len(loader) * 10, 34, f"fill {COLORS[1]}")
-                drawing.text(x, y + 86, loader, "on")
-        down = 116 if not script else 58
+        drawing.box(457, y, 248, 34, css="box" if scripts else f"fill {COLORS[0]}")
+        drawing.text(581, y + 22, answer, "t" if scripts else "on")
+        for x, yes_or_no, script in scripts:
+            start = max(x, 475)  # below the question's box
+            drawing.arrow(start, y + 34, start, y + 62)
+            drawing.text(start + 10, y + 53, yes_or_no, "t small", "start")
+            drawing.box(x - len(script) * 4.5, y + 64, len(script) * 9, 34, f"fill {COLORS[1]}")
+            drawing.text(x, y + 86, script, "on")
+        down = 116 if scripts else 58
         drawing.arrow(175, y + 34, 175, y + down - 2)
         drawing.text(187, y + down // 2 + 22, "no", "t small", "start")
         y += down
@@ -287,7 +408,8 @@ def which_script() -> Drawing:
 
 def drawings() -> dict[str, str]:
     """Return the SVG text of every figure by name."""
-    made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares, which_script]
+    made = [ranks, dataparallel, ring, average, batchnorm, half, accumulate, shares, boxes, held,
+            columns, pipeline, folder, which_script]
     return {drawing.__name__.replace("_", "-"): drawing().svg() for drawing in made}
 
 

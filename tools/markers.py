@@ -38,14 +38,14 @@ class Block:
 
 def scripts(root: Path = ROOT) -> list[Path]:
     """Return the paths of all scripts."""
-    return sorted([*root.glob("train*.py"), *root.glob("loader*.py")])
+    return sorted(path for name in ("train*.py", "loader*.py", "minimal/train*.py") for path in root.glob(name))
 
 
 def parents_of(path: Path) -> list[Path]:
     """Return the paths of a script's parents."""
     found = re.findall(r"^Parents?: (.+)$", ast.get_docstring(ast.parse(path.read_text())) or "", re.M)
     if len(found) != 1:
-        raise BrokenRule(f"{path.name}: the docstring names no parent: write 'Parent: SCRIPT.py' or 'Parent: none'")
+        raise BrokenRule(f"{path}: the docstring names no parent: write 'Parent: SCRIPT.py' or 'Parent: none'")
     return [] if found[0] == "none" else [path.with_name(name) for name in found[0].split(", ")]
 
 
@@ -59,7 +59,7 @@ def find_blocks(path: Path) -> list[Block]:
         if not re.search(r"#\s*new\b", line, re.I) or blocks and number <= blocks[-1].last:
             continue
         if not match:
-            raise BrokenRule(f"{path.name}:{number}: a marker is '# new # TAG' or '# new # TAG: why' on its own line")
+            raise BrokenRule(f"{path}:{number}: a marker is '# new # TAG' or '# new # TAG: why' on its own line")
         blocks.append(Block(number, number, match[1], match[2] or ""))
         while blocks[-1].last < len(lines) and lines[blocks[-1].last].strip():
             blocks[-1].last = ends.get(blocks[-1].last + 1, blocks[-1].last + 1)
@@ -90,27 +90,27 @@ def compare(path: Path) -> list[Block]:
             room = sum(len(code[block.first]) or len(gone) for block in here)  # comments replace any number of lines
             lost = [line for _, line in gone if CODE.match(line)]
             if b + 1 == next_b and (moved or len(lost) > room or gone and not here):
-                raise BrokenRule(f"{path.name}:{first}: no block replaces what follows this line in {parent.name}")
+                raise BrokenRule(f"{path}:{first}: no block replaces what follows this line in {parent.name}")
             for block in here:
                 size = len(gone) if block is here[-1] else block.last - block.first
                 block.removed, gone, body = [at for at, _ in gone[:size]], gone[size:], code[block.first]
                 replaced = [line for at, line in old if at in block.removed and CODE.match(line)]
                 block.changed = max(block.changed, len(body), len(replaced))
                 if not body and not block.removed or {*body} & {*replaced}:
-                    raise BrokenRule(f"{path.name}:{block.first}: not all of this block is new")
+                    raise BrokenRule(f"{path}:{block.first}: not all of this block is new")
     for number, line in numbered(path, []):
         if (number, line) in outside and number not in known and (parents_of(path) or MARKER.fullmatch(line)):
-            raise BrokenRule(f"{path.name}:{number}: not in a parent at this place, and not in a block: {line.strip()}")
+            raise BrokenRule(f"{path}:{number}: not in a parent at this place, and not in a block: {line.strip()}")
         if COMMENTED_OUT.match(line):
-            raise BrokenRule(f"{path.name}:{number}: commented-out code: {line.strip()}")
+            raise BrokenRule(f"{path}:{number}: commented-out code: {line.strip()}")
     return own
 
 
 def main() -> None:
     try:
         for path in scripts():
-            parents = ", ".join(parent.name for parent in parents_of(path)) or "-"
-            print(f"{path.name:22} {parents:14} {sum(block.changed for block in compare(path)):3} changed lines")
+            name, *parents = (str(file.relative_to(ROOT)) for file in [path, *parents_of(path)])
+            print(f"{name:20} {', '.join(parents) or '-':16} {sum(b.changed for b in compare(path)):3} changed lines")
     except BrokenRule as error:
         sys.exit(f"error: {error}")
 

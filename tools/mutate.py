@@ -1,6 +1,6 @@
 """Reintroduce every pitfall of docs/pitfalls.md, one at a time, and check that the test named there fails.
 
-    python tools/mutate.py                # all of them (20 minutes on 2 cores), and the report
+    python tools/mutate.py                # all of them (about half an hour), and the report
     python tools/mutate.py D1 D2          # only these, without a report
 
 Each test runs in a copy of the repository with the wrong lines instead of the right ones, so the working tree does not

@@ -41,6 +41,27 @@ def plot_compare() -> None:
     figure.savefig(RESULTS / "compare.png", dpi=80)
 
 
+def plot_memory() -> None:
+    """Plot the results of memory.py: a panel per number of processes, the largest process's peak as stacked bars."""
+    content, = (each for each in read("memory") if each["arguments"]["model"] == "vit_base")
+    colors = {"weights": "#2f6fb3", "gradients": "#c2691a", "buckets": "#e3a857", "optimizer": "#2e8547",
+              "other": "#bbbbbb"}
+    panels = sorted({run["processes"] for run in content["runs"]})
+    figure = Figure((11, 3.6), layout="constrained")
+    for axis, processes in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
+        runs = [run for run in content["runs"] if run["processes"] == processes]
+        largest = [max((rank["peak"] for rank in run["ranks"]), key=lambda parts: sum(parts.values())) for run in runs]
+        below = [0.0] * len(runs)
+        for part, color in colors.items():
+            heights = [peak[part] / 2**20 for peak in largest]
+            axis.bar([run["script"][6:-3] for run in runs], heights, bottom=below, color=color, label=part)
+            below = [low + height for low, height in zip(below, heights)]
+        axis.set_title(f"{processes} process{'es' * (processes > 1)}", fontsize=10)
+    figure.axes[0].set_ylabel("peak in a step, MiB")
+    figure.axes[-1].legend(fontsize="small")
+    figure.savefig(RESULTS / "memory.png", dpi=110)
+
+
 def plot_scaling() -> None:
     """Plot efficiency against the number of processes: one panel per model, one line per link."""
     models = json.loads((RESULTS / "scaling.json").read_text())["inputs"]["models"]
@@ -64,4 +85,5 @@ def plot_scaling() -> None:
 
 if __name__ == "__main__":
     plot_compare()
+    plot_memory()
     plot_scaling()

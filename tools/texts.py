@@ -18,7 +18,7 @@ CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Name.Decorator, "fu"), (pygments.token.Name.Builtin, "bu"),
     (pygments.token.Name.Exception, "bu"),
 ]
-TRAP = re.compile(r"([SDPE]\d+) (.+)")
+TRAP = re.compile(r"([SDPEYF]\d+) (.+)")
 FIELDS = ["Symptom", "Cause", "Wrong", "Right", "Beside", "Test", "Read"]
 OPTIONAL = {"Beside", "Read"}
 

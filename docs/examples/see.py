@@ -1,16 +1,27 @@
 """See the ideas of how-it-works.md happen, each in some seconds, on a CPU.
 
-    python docs/examples/see.py               # all of them
-    python docs/examples/see.py ring          # one: traffic, ring, average, batchnorm, half, accumulate or shares
+    python docs/examples/see.py          # all of them
+    python docs/examples/see.py ring     # one: traffic, ring, average, batchnorm, half, accumulate, shares, boxes,
+                                         # held, columns, pipeline or folder
 """
 import contextlib
+import logging
+import os
+import shutil
 import sys
 import tempfile
+import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -134,6 +145,140 @@ def shares():
     print(f"{'range':10} {[list(range(rank, 10, 4)) for rank in range(4)]}")
 
 
+def boxes():
+    """Boxes: the gradient of 2 processes with 1 and 9 boxes, and that of one process with all 10."""
+    torch.manual_seed(0)
+    weights, samples, targets = torch.zeros(20, requires_grad=True), torch.randn(10, 20), torch.randn(10)
+
+    def gradient(share, count):
+        losses = (samples[share] @ weights - targets[share]).square()
+        return torch.autograd.grad(losses.sum() / count, weights)[0]
+
+    whole = gradient(slice(0, 10), 10)
+    for name, counts in [("its own boxes", (1, 9)), ("all boxes / 2", (10 / 2, 10 / 2))]:
+        averaged = (gradient(slice(0, 1), counts[0]) + gradient(slice(1, 10), counts[1])) / 2  # as DDP does
+        error = (averaged - whole).norm() / whole.norm()
+        print(f"each divides by {name}: relative error {error:.1e}")
+
+
+def held():
+    """Memory: what each of 4 processes holds of 8 layers with Adam, and FSDP2's weights while a layer computes."""
+    in_processes(4, held_by)
+
+
+def held_by(rank, count):
+    for name in ("DDP", "ZeRO-1", "FSDP2"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+        computing = []
+        if name == "FSDP2":
+            mesh = init_device_mesh("cpu", (count,))
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+                layer.register_forward_pre_hook(lambda *_, model=model, computing=computing: computing.append(
+                    megabytes(model.parameters())))
+        parallel_model = (fully_shard(model, mesh=mesh) if name == "FSDP2" else
+                          DistributedDataParallel(model, gradient_as_bucket_view=True))
+        optimizer = (ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam) if name == "ZeRO-1" else
+                     torch.optim.Adam(model.parameters()))
+        parallel_model(torch.randn(2, 512)).sum().backward()
+        optimizer.step()
+        local = optimizer.optim if name == "ZeRO-1" else optimizer
+        parts = {"weights": megabytes(model.parameters()),
+                 "gradients": megabytes(parameter.grad for parameter in model.parameters()),
+                 "optimizer": megabytes(value for state in local.state.values() for value in state.values())}
+        if rank == 0:
+            print(f"{name:7} " + "  ".join(f"{part} {size:5.1f} MB" for part, size in parts.items())
+                  + (f"; weights while a layer computes: up to {max(computing):.1f} MB" if computing else ""))
+
+
+def megabytes(tensors):
+    tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in tensors) / 1e6
+
+
+def columns():
+    """Tensor parallelism: 4 processes in a grid of 2 x 2; a pair of layers, cut by columns and then by rows."""
+    in_processes(4, columns_of)
+
+
+def columns_of(rank, count):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    group, part = grid["tensor"].get_group(), grid["tensor"].get_local_rank()
+    torch.manual_seed(0)
+    first, second, samples = torch.randn(64, 256), torch.randn(256, 64), torch.randn(8, 64)
+    hidden = nn.functional.gelu(samples @ first.chunk(2, dim=1)[part])  # no message: each column is complete
+    outputs = hidden @ second.chunk(2, dim=0)[part]
+    dist.all_reduce(outputs, group=group)  # the only one
+    whole = nn.functional.gelu(samples @ first) @ second
+    error = (outputs - whole).abs().max() / whole.abs().max()
+    groups = {name: dist.get_process_group_ranks(grid[name].get_group()) for name in ("tensor", "data")}
+    in_turn(rank, count, f"rank {rank}: tensor group {groups['tensor']}, data group {groups['data']}, "
+                         f"difference from whole layers {error:.0e}")
+
+
+def pipeline():
+    """A pipeline: when 4 stages work on M micro-batches (0 to 7: forward; B: backward), and how long they wait."""
+    for micro_batches in (4, 8, 32):
+        rows = one_f_one_b(4, micro_batches)
+        slots = max(map(len, rows))
+        idle = 1 - sum(len(row) - row.count(" ") for row in rows) / slots / 4
+        formula = 3 / (micro_batches + 3)
+        print(f"M = {micro_batches}: idle {idle:.3f}, (S - 1) / (M + S - 1) = {formula:.3f}")
+        for stage, row in enumerate(rows if micro_batches == 8 else []):
+            print(f"  stage {stage}  {row}")
+
+
+def one_f_one_b(stages, micro_batches):
+    """Return the work of each stage, one character per slot of time, in the order of the schedule 1F1B."""
+    todo = []
+    for stage in range(stages):
+        ahead = min(stages - 1 - stage, micro_batches)
+        order = [("F", number) for number in range(ahead)]
+        for number in range(micro_batches):
+            order += [("F", number + ahead)] * (number + ahead < micro_batches) + [("B", number)]
+        todo.append(order)
+    done, rows = {}, [""] * stages
+    for slot in range(4 * (stages + micro_batches)):
+        for stage, order in enumerate(todo):
+            if not order:
+                continue
+            kind, number = order[0]
+            before = stage - 1 if kind == "F" else stage + 1
+            ready = not 0 <= before < stages or done.get((kind, number, before), slot) < slot
+            rows[stage] += (str(number % 10) if kind == "F" else "B") if ready else " "
+            if ready:
+                done[kind, number, stage] = slot
+                order.pop(0)
+    return rows
+
+
+def folder():
+    """A distributed checkpoint: 2 processes write a folder, one reads it; without .metadata, it is not whole."""
+    in_processes(2, folder_of)
+
+
+def folder_of(rank, count):
+    paths = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(paths)
+    weights = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (count,)), [Shard(0)])
+    saving = dcp.async_save({"weights": weights}, checkpoint_id=paths[0])
+    weights.to_local().zero_()  # training continues: the copy is complete
+    saving.result()
+    if rank == 0:
+        print(f"files: {', '.join(sorted(os.listdir(paths[0])))}")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        content = {"weights": torch.zeros(6)}
+        dcp.load(content, checkpoint_id=paths[0], no_dist=True)
+        print(f"one process reads {content['weights'].tolist()}")
+        os.remove(os.path.join(paths[0], ".metadata"))
+        logging.disable()  # of the tracebacks of two missing files
+        try:
+            dcp.load(content, checkpoint_id=paths[0], no_dist=True)
+        except CheckpointException:
+            print("without .metadata: CheckpointException")
+        shutil.rmtree(paths[0])
+
+
 def in_turn(rank, count, line):
     """Print a line per process, in the order of their ranks."""
     for turn in range(count):
@@ -143,7 +288,8 @@ def in_turn(rank, count, line):
 
 
 def main():
-    ideas = [traffic, ring, average, batchnorm, half, accumulate, shares]
+    ideas = [traffic, ring, average, batchnorm, half, accumulate, shares, boxes, held, columns, pipeline,
+             folder]
     chosen = [idea for idea in ideas if idea.__name__ in sys.argv[1:] or len(sys.argv) == 1]
     if not chosen:
         sys.exit(__doc__.strip())

@@ -13,6 +13,7 @@ from live import alive
 for name in ("psutil", "matplotlib"):
     pytest.importorskip(name, reason=f"no {name}: pip install -r requirements-bench.txt")
 
+pytestmark = pytest.mark.long
 COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_DP.py", "--rounds", "1", "--epochs", "1"]
 
 
@@ -88,3 +89,16 @@ def test_a_step_is_taken_apart(copy):
     assert 0 < content["arithmetic_share"]["median"] < 2
     result = run(PYTHON, "-m", "benchmarks.step", "--epochs", "1", cwd=copy)
     assert result.code == 2 and result.err.splitlines()[-1].endswith("so there must be a second")
+
+
+def test_memory_counts_each_storage_once(copy):
+    """FSDP2 holds half of what DDP holds on two processes; DDP's gradients are its buckets, and no second copy."""
+    good(run(PYTHON, "-m", "benchmarks.memory", "--model", "vit", "--processes", "2", "--scripts", "train_DDP.py",
+             "train_FSDP.py", cwd=copy))
+    ddp, fsdp = (one["ranks"] for one in only_result(copy, "memory")["runs"])
+    for whole, shard in zip(ddp, fsdp, strict=True):
+        size = whole["held"]["weights"]
+        assert size == 4 * 204_938 and whole["held"]["optimizer"] == size
+        assert (whole["held"]["buckets"], whole["held"]["gradients"]) == (size, 0)
+        assert [shard["held"][name] for name in ("weights", "gradients", "optimizer")] == [size // 2] * 3
+        assert all(sum(rank["peak"].values()) >= 3 * rank["held"]["weights"] for rank in (whole, shard))

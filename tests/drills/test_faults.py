@@ -45,7 +45,7 @@ def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, sta
     assert len(ours(live.err)) <= 1, live.err
     assert "train_DDP.py\", line" not in live.said() and "train_grad_accum.py\", line" not in live.said()
     if start in ("train.py", "train_mp.py"):  # a launcher adds a report
-        word = "interrupted" if sent == "SIGINT" else "ended by SIGTERM"
+        word = "interrupted" if sent == "SIGINT" else "terminated by SIGTERM"
         assert [line for line in live.err if line.strip()] == [f"{start}: error: {word}"]
         assert code == {"SIGINT": 130, "SIGTERM": 143}[sent]
 

@@ -147,6 +147,9 @@ def register():
 
     library.impl("empty.memory_format", on_device(torch.ops.aten.empty.memory_format), "PrivateUse1")
     library.impl("empty_strided", on_device(torch.ops.aten.empty_strided.default), "PrivateUse1")
+    for overload in ("default", "start", "start_step"):  # torch's own resizes an empty tensor
+        arange = getattr(torch.ops.aten.arange, overload)
+        library.impl(arange.name(), on_device(arange), "PrivateUse1")
     copy = torch.ops.aten.copy_.default
     library.impl("_copy_from", lambda source, target, wait=False: compute(copy, (target, source), {}), "PrivateUse1")
     library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")  # no memory here is page-locked

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ["pitfalls.md", "errors.md", "hangs.md"]
+PAGES = ["pitfalls.md", "errors.md", "hangs.md", "your-own-loop.md"]
 TEN = "D1 P12 D2 P13 D6 E4 D5 S8 E5 E8".split()
 EXAMPLES = runpy.run_path(str(DOCS / "examples/errors.py"))
 ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").read_text().splitlines()
