@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -101,6 +103,17 @@ def frozen():
 def sync_batchnorm():
     group_of_one()
     DistributedDataParallel(nn.SyncBatchNorm(4))
+
+
+def channels_last():
+    group_of_one()
+    fully_shard(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), mesh=init_device_mesh("cpu", (1,)))
+
+
+def mixed():
+    group_of_one()
+    fully_shard(layer := nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    layer.weight + torch.ones(4, 4)
 
 
 def inplace():
@@ -214,8 +227,8 @@ def shared_memory():
 
 
 ERRORS = [no_group, no_launcher, nccl, port, no_master, local_rank, unused, twice, none_unused, frozen, shapes,
-          sync_batchnorm, inplace, two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer,
-          shared_memory, open_files, workers, batch, prefix, classes, namespace, torn]
+          sync_batchnorm, channels_last, mixed, inplace, two_forwards, again, no_gradient, no_parameters, scheduler,
+          one_sample, peer, shared_memory, open_files, workers, batch, prefix, classes, namespace, torn]
 
 
 def main():

@@ -102,3 +102,5 @@ def test_memory_counts_each_storage_once(copy):
         assert (whole["held"]["buckets"], whole["held"]["gradients"]) == (size, 0)
         assert [shard["held"][name] for name in ("weights", "gradients", "optimizer")] == [size // 2] * 3
         assert all(sum(rank["peak"].values()) >= 3 * rank["held"]["weights"] for rank in (whole, shard))
+        # each block is gathered and freed by itself: the whole model is in memory at no time
+        assert sum(whole["peak"].values()) - sum(shard["peak"].values()) > whole["held"]["weights"]
