@@ -63,7 +63,7 @@ def parse_args():
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
     # new # amp
-    parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16", help="of the forward pass")
+    parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16", help="of the model")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
 
     return parser.parse_args()
@@ -145,7 +145,7 @@ def main(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
 
     # new # amp: small gradients vanish in fp16; scaling the loss prevents that
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.precision]
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
@@ -191,7 +191,7 @@ def main(args):
             optimizer.zero_grad()
 
             # new # amp: autocast picks the precision of each operation; backward follows it
-            with torch.autocast(device.type, dtype):
+            with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
                 loss = criterion(parallel_model(normalize(images)), labels)
 
             # new # amp: unscale before clipping, which needs the norm of the true gradients

@@ -84,7 +84,7 @@ def parse_args():
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
     # new # amp
-    parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16", help="of the forward pass")
+    parser.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16", help="of the model")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
 
     return parser.parse_args()
@@ -194,7 +194,7 @@ def main(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     # new # amp: small gradients vanish in fp16; scaling the loss prevents that
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.precision]
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
@@ -248,7 +248,7 @@ def main(args):
             count = reduce.reduce_sum((labels[:, 1] >= 0).sum())
 
             # new # amp: autocast picks the precision of each operation; backward follows it
-            with torch.autocast(device.type, dtype):
+            with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                 # new # yolov3_amp: only the network runs in 16 bits
                 outputs = parallel_model(normalize(images))

@@ -1,8 +1,15 @@
-"""Sixteen bits: train_amp.py's forward pass computes in them, and learns what float32 learns but for their digits."""
+"""Sixteen bits: the forward pass computes in them, and learns what float32 learns but for their digits."""
+import os
+import re
 import shutil
+import signal
 
 import pytest
-from conftest import PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
+from conftest import PROGRAMS, PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
+from live import Live
+
+FEW = ["--batch-size", "24", "--epochs", "2", "--save-every", "1", "--log-every", "1", "--workers", "0"]
+COMBINED = [*TORCHRUN, "--nproc-per-node=2", "train_combined.py", "--accum-steps", "3", "--clip-norm", "100"]
 
 
 @pytest.fixture(scope="module")
@@ -14,17 +21,17 @@ def few_digits(tmp_path_factory):
     import numpy as np
 
     script = copy_out("train.py", tmp_path_factory.mktemp("few") / "copy")
-    shutil.copy("train_amp.py", script.parent)
+    for name in ("train_amp.py", "train_combined.py"):
+        shutil.copy(name, script.parent)
     file = script.parent / "common/digits.npz"
     with np.load(file) as digits:
         few = {name: values[:60] for name, values in digits.items()}
     np.savez(file, **few)
 
     def train(*command, output, resume=()):
-        steps = ["--batch-size", "24", "--epochs", "2", "--save-every", "1", "--log-every", "1", "--workers", "0"]
-        folder = script.parent / output
-        return folder, good(run(*command, *steps, "--output-dir", folder, *resume, cwd=script.parent))
+        return script.parent / output, good(run(*command, *FEW, "--output-dir", output, *resume, cwd=script.parent))
 
+    train.folder = script.parent
     return train
 
 
@@ -54,3 +61,57 @@ def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
     for left, right in zip(epochs(whole.out), epochs(bf16[1].out), strict=True):
         assert left["loss"] == pytest.approx(right["loss"], rel=0.02)  # where nothing needs to be unscaled
     assert 2e-5 < distance(folder / "last.pt", bf16[0] / "last.pt") < 1e-2  # both are in 16 bits, and in other ones
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("precision", "ending"), [("bf16", "SIGTERM"), ("fp16", "SIGKILL")])
+def test_a_combined_run_that_was_ended_resumes_bit_for_bit(few_digits, precision, ending):
+    """With all that a snapshot must hold: the scale, the average, the warm-up's count."""
+    command = [*COMBINED, "--precision", precision, "--snapshot-every", "1", "--ema", "0.9", "--warm-up", "3"]
+    folder, whole = few_digits(*command, output=f"whole-{precision}")
+    with Live(*command, *FEW, "--output-dir", ending, cwd=few_digits.folder) as live:
+        live.wait_for("^epoch +1/2" if ending == "SIGKILL" else "3 micro-batches")
+        for pid in live.family() if ending == "SIGKILL" else live.family()[:1]:
+            os.kill(pid, signal.Signals[ending])
+        assert live.end(120) != 0
+    again, result = few_digits(*command, output=ending, resume=["--resume", "auto"])
+    assert re.search(r"^resume .*(steps of )?epoch \d (is|are) done", result.out, re.M)
+    assert same(load(folder / "last.pt"), load(again / "last.pt"))
+    assert epochs(whole.out)[-1] == epochs(result.out)[-1]
+
+
+@pytest.mark.drill
+def test_an_overflow_in_one_micro_batch_of_one_rank_skips_the_step_on_all(few_digits):
+    """The other ranks, the scale, the warm-up and the average agree on which steps were taken."""
+    command = [*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "overflow.py", *COMBINED[5:], "--precision", "fp16"]
+    result = good(run(*command, *FEW, "--ema", "0.9", "--warm-up", "3", "--output-dir", "overflow",
+                      cwd=few_digits.folder, env={"PYTHONPATH": str(few_digits.folder)}))
+    first, second = (re.findall(rf"^rank {rank} updates: (.*)$", result.out, re.M) for rank in (0, 1))
+    assert first == second and len(first) == 3  # of 4 steps
+    last = load(few_digits.folder / "overflow/last.pt")
+    assert last["scaler"]["scale"] == 32768 and last["warm_up"] == {"done": 3}
+    assert last["average"]["n_averaged"] == 3
+
+
+@pytest.mark.drill
+def test_the_average_is_that_of_the_updates(few_digits):
+    """One update in each epoch, whose checkpoint has the weights."""
+    folder, result = few_digits(*COMBINED, "--precision", "fp32", "--ema", "0.75", output="average",
+                                resume=["--batch-size", "48", "--epochs", "3"])
+    first, *later = (load(folder / f"epoch-{epoch:03}.pt") for epoch in (1, 2, 3))
+    average = first["model"]
+    for content in later:
+        average = {name: 0.75 * value + 0.25 * content["model"][name] for name, value in average.items()}
+    for name, value in average.items():
+        assert (later[-1]["average"][f"module.{name}"] - value).abs().max() < 1e-6
+    assert all(0 <= epoch["ema_accuracy"] <= 1 for epoch in epochs(result.out))
+
+
+@pytest.mark.drill
+def test_compiled_blocks_train_the_same_model(few_digits):
+    """Needs a C++ compiler, whose code rounds in another order; four equal blocks are compiled once."""
+    vit = [*COMBINED, "--precision", "fp32", "--model", "vit"]
+    folders = [few_digits(*vit, *options, output=f"compiled-{len(options)}")[0] / "last.pt"
+               for options in ([], ["--compile"])]
+    assert 0 < distance(*folders) < 1e-5
+    assert load(folders[0])["model"].keys() == load(folders[1])["model"].keys()

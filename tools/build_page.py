@@ -73,7 +73,11 @@ def read_scripts(root: Path = ROOT) -> Scripts:
     if len(ordered) != len(found):
         lost = ", ".join(sorted(set(found) - set(ordered)))
         raise markers.BrokenRule(f"no way from a script without a parent to {lost}")
-    return ordered
+    placed: Scripts = {}
+    while ordered:  # after the last of its parents, not the first
+        name = next(name for name, script in ordered.items() if placed.keys() >= set(script.parents))
+        placed[name] = ordered.pop(name)
+    return placed
 
 
 def read_uses(path: Path) -> dict[str, tuple[str, str]]:

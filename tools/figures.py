@@ -378,11 +378,12 @@ def which_script() -> Drawing:
         ("Is one layer too large for one device?", "train_TP.py", []),
         ("Is the model too large, and the links slow?", "train_PP.py", []),
         ("Is the model too large for one device?", "Can one host hold a checkpoint?", shards),
+        ("Are two of the next three answers yes?", "train_combined.py", []),
         ("Is the batch too large for memory?", "train_grad_accum.py", []),
         ("Can the job be stopped before it ends?", "train_elastic.py", []),
         ("Is 16-bit arithmetic fast on your device?", "train_amp.py", []),
     ]
-    drawing = Drawing(1037)
+    drawing = Drawing(1095)
     y = 12
     for question, answer, scripts in questions:
         drawing.box(15, y, 320, 34)

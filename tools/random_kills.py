@@ -25,7 +25,7 @@ from conftest import SCRIPTS as ALL  # noqa: E402
 from live import Live  # noqa: E402
 
 EPOCHS = 6
-SCRIPTS = [script for script in ALL if script != "train_DCP.py"]  # it has no last.pt: tests/drills/test_sharded.py
+SCRIPTS = [script for script in ALL if script != "train_DCP.py"]  # it has no last.pt: tests/drills/test_layouts.py
 ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
 SPECIAL = {"train_amp.py": ["--batch-size", 480]}  # bf16 is slow on most CPUs
 COMMANDS = {script: [*command(script), *ARGUMENTS, *SPECIAL.get(script, [])] for script in SCRIPTS}

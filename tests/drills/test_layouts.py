@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from conftest import FLOAT64, PYTHON, RUNS, SAME, TORCHRUN, command, distance, epochs, good, load, run, whole_file
+from conftest import FLOAT64, PYTHON, SAME, TORCHRUN, command, distance, epochs, good, load, run
 from live import Live, ours
 from torch.torch_version import TorchVersion
 
@@ -50,20 +50,6 @@ def test_a_layout_trains_the_baselines_model(references, tmp_path, name):
         other = variant["optimizer"]["state"][number]["momentum_buffer"]
         assert (values["momentum_buffer"] - other).abs().max() < 1e-11
     assert reference["score"] == pytest.approx(variant["score"], abs=1e-12)
-
-
-RING = ["train.py", "train_PP.py", "train_TP.py", "train_DCP.py", "train_FSDP.py", "train_amp.py"]
-
-
-@pytest.mark.parametrize("writer", RING[:-1])
-def test_a_file_crosses(runs, tmp_path, writer):
-    """Each script goes on from the file of the one before it, weights and momentum, to the end of the whole run."""
-    reader = RING[RING.index(writer) + 1] if writer != "train_FSDP.py" else "train.py"
-    file = runs(writer)[0] / "epoch-002.pt"
-    good(run(*RUNS[reader], "--resume", file, "--output-dir", tmp_path, env=FLOAT64))
-    if reader == "train_DCP.py":
-        whole_file(tmp_path / "step-0000042", tmp_path / "last.pt")
-    assert distance(tmp_path / "last.pt", runs("train.py")[0] / "last.pt") < 1e-11
 
 
 def test_a_validation_set_smaller_than_the_processes_is_measured_exactly(photos, tmp_path):

@@ -1,4 +1,5 @@
 """What holds for one script in the tests holds for every script: whole default runs, resuming, other numbers."""
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,3 +85,53 @@ def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
 def test_bf16_learns_and_saves_its_scaler(runs):
     assert epochs(runs("train_amp.py")[1].out)[-1]["accuracy"] > 0.85
     assert load(runs("train_amp.py")[0] / "last.pt").keys() - load(runs("train.py")[0] / "last.pt").keys() == {"scaler"}
+
+
+RING = ["train.py", "train_PP.py", "train_TP.py", "train_DCP.py", "train_FSDP.py", "train_amp.py"]
+
+
+@pytest.mark.parametrize("writer", RING[:-1])
+def test_a_file_crosses(runs, tmp_path, writer):
+    """Each script goes on from the file of the one before it, weights and momentum, to the end of the whole run."""
+    reader = RING[RING.index(writer) + 1] if writer != "train_FSDP.py" else "train.py"
+    file = runs(writer)[0] / "epoch-002.pt"
+    good(run(*RUNS[reader], "--resume", file, "--output-dir", tmp_path, env=FLOAT64))
+    if reader == "train_DCP.py":
+        whole_file(tmp_path / "step-0000042", tmp_path / "last.pt")
+    assert distance(tmp_path / "last.pt", runs("train.py")[0] / "last.pt") < 1e-11
+
+
+def test_one_micro_batch_in_float32_is_ddp_bit_for_bit(runs, tmp_path):
+    good(run(*RUNS["train_combined.py"], "--accum-steps", "1", "--output-dir", tmp_path, env=FLOAT64))
+    left, right = load(runs("train_DDP.py")[0] / "last.pt"), load(tmp_path / "last.pt")
+    assert all(same(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def an_epoch(tmp_path_factory):
+    """Return a function that trains train_combined.py for an epoch with some options: the folder of the run."""
+    def train(*options):
+        folder = tmp_path_factory.mktemp("epoch")
+        good(run(*command("train_combined.py"), *SAME, "--epochs", "1", *options, "--output-dir", folder))
+        return folder
+
+    return train
+
+
+def test_a_trace_shows_what_each_step_does_and_sends(an_epoch):
+    """Five micro-batches in a step, whose gradients travel once: without no_sync() they would five times."""
+    folder = an_epoch("--profile", "--log-every", "50", "--snapshot-every", "50")  # the loss would travel, too
+    for rank in (0, 1):
+        events = json.loads((folder / f"trace-{rank}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events if event.get("ph") == "X"]
+        counts = {part: sum(part in name for name in names) for part in (
+            "enumerate(DataLoader)", "DistributedDataParallel.forward", "Optimizer.step", "gloo:all_reduce")}
+        assert list(counts.values()) == [5, 25, 5, 5], counts
+        assert any("autograd::engine::evaluate_function" in name for name in names)
+
+
+def test_compressed_gradients_change_the_weights_a_little(an_epoch):
+    whole, bf16, powersgd = (an_epoch(*options) / "last.pt" for options in (
+        ["--lr", "0.001"], ["--lr", "0.001", "--compress", "bf16"], ["--lr", "0.001", "--compress", "powersgd"]))
+    assert 1e-6 < distance(whole, bf16) < 1e-4
+    assert 1e-5 < distance(whole, powersgd) < 1e-3
