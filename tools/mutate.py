@@ -1,6 +1,6 @@
 """Reintroduce every pitfall of docs/pitfalls.md, one at a time, and check that the test named there fails.
 
-    python tools/mutate.py                # all of them (about half an hour), and the report
+    python tools/mutate.py                # all of them, two at a time, and the report
     python tools/mutate.py D1 D2          # only these, without a report
 
 Each test runs in a copy of the repository with the wrong lines instead of the right ones, so the working tree does not
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import texts
@@ -24,7 +25,9 @@ VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit cod
 
 
 def try_out(trap: texts.Trap) -> tuple[str, str, float]:
-    """Put a pitfall back and run its test; return (verdict, the first error that pytest reports, seconds)."""
+    """Put a pitfall back and run its test, if any; return (verdict, the first error that pytest reports, seconds)."""
+    if not trap.test.startswith("tests/"):
+        return f"no test: {trap.test}", "", 0.0
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "repository")
@@ -46,23 +49,22 @@ def try_out(trap: texts.Trap) -> tuple[str, str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a pitfall, such as D1 (default: all)")
-    names = parser.parse_args().names
+    parser.add_argument("--jobs", type=int, default=2, help="pitfalls to try at the same time (default: 2)")
+    args = parser.parse_args()
+    names = args.names
     traps = texts.read_traps(ROOT / "docs/pitfalls.md")
     if set(names) - set(traps):
         parser.error(f"no such pitfall: {', '.join(sorted(set(names) - set(traps)))}")
 
-    rows, failed = [], False
-    for trap in tqdm([traps[name] for name in names or traps]):
-        if not trap.test.startswith("tests/"):
-            rows.append((trap, f"no test: {trap.test}", "", 0.0))
-            continue
-        verdict, said, seconds = try_out(trap)
-        failed |= verdict not in ("red", "skipped")
-        rows.append((trap, verdict, said, seconds))
-        tqdm.write(f"{trap.name:4} {verdict:14} {seconds:4.0f} s  {said[:100]}")
+    chosen = [traps[name] for name in names or traps]
+    rows = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for trap, (verdict, said, seconds) in zip(chosen, tqdm(pool.map(try_out, chosen), total=len(chosen))):
+            rows.append((trap, verdict, said, seconds))
+            tqdm.write(f"{trap.name:4} {verdict:14} {seconds:4.0f} s  {said[:100]}")
     if not names:
         report(rows)
-    return int(failed)
+    return int(any(verdict not in ("red", "skipped") and not verdict.startswith("no test") for _, verdict, *_ in rows))
 
 
 def report(rows: list[tuple[texts.Trap, str, str, float]]) -> None:
