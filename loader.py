@@ -82,20 +82,26 @@ class PairLoader:
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
-        self.sampler, self.device, self.epoch = sampler, device, 1
+        self.sampler, self.device, self.epoch, self.skip = sampler, device, 1, 0
+        self.batch_size, self.rest = batch_size, pairs.Rest(sampler)
         self.dataset = PairDataset(pair_list, cuts)
-        options = datasets.loader_options(workers, device, self.dataset)
-        self.loader = DataLoader(self.dataset, batch_size, sampler=sampler, drop_last=cuts.train, **options)
+        options = datasets.loader_options(workers, device, self.dataset) | {"drop_last": cuts.train}
+        self.loader = DataLoader(self.dataset, batch_size, sampler=self.rest, **options)
 
     def __len__(self):
         return len(self.loader)
 
-    def set_epoch(self, epoch):
-        """Set the epoch of the next pass, for a resumed run; later passes continue from it."""
-        self.epoch = epoch
+    def set_epoch(self, epoch, skip=0):
+        """Set the epoch of the next pass, for a resumed run; later passes continue from it.
+
+        That pass leaves out, and does not read, the first `skip` pairs: of all processes, whole batches.
+        """
+        self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
     def __iter__(self):
         epoch, self.epoch = self.epoch, self.epoch + 1
+        skip, self.skip = self.skip, 0
+        self.rest.first = skip * self.batch_size
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(epoch)
         self.dataset.epoch.fill_(epoch)

@@ -63,16 +63,18 @@ class PairSource:
     StopIteration ends an epoch. Each epoch has its own order and crops.
     """
 
-    def __init__(self, pair_list, cuts, sampler, batch_size, batches, first_epoch):
+    def __init__(self, pair_list, cuts, sampler, batch_size, batches, first_epoch, skip):
         self.pair_list, self.cuts, self.sampler = pair_list, cuts, sampler
         self.batch_size, self.batches, self.first_epoch = batch_size, batches, first_epoch
+        self.skip = skip  # batches of the first epoch
         self.order = None
 
     def __call__(self, info):
-        if info.iteration >= self.batches:
+        iteration = info.iteration + (0 if info.epoch_idx else self.skip)
+        if iteration >= self.batches:
             raise StopIteration
         epoch = self.first_epoch + info.epoch_idx
-        samples = [self.read(epoch, index) for index in self.indices(epoch, info.iteration)]
+        samples = [self.read(epoch, index) for index in self.indices(epoch, iteration)]
         return [list(column) for column in zip(*samples, strict=True)]
 
     def indices(self, epoch, iteration):
@@ -124,10 +126,11 @@ class PairLoader:
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
-        self.sampler, self.device, self.epoch = sampler, device, 1
+        self.sampler, self.device, self.epoch, self.skip = sampler, device, 1, 0
 
         # new # DALI: "train" drops the incomplete last batch, "test" keeps it
-        self.pair_list, self.cuts, self.batch_size, self.workers = pair_list, cuts, batch_size, workers or 0
+        self.pair_list, self.cuts = pair_list, cuts
+        self.batch_size, self.workers = batch_size, workers or 0
         self.batches = (len(sampler) if cuts.train else len(sampler) + batch_size - 1) // batch_size
         self.upcoming = None
 
@@ -135,20 +138,24 @@ class PairLoader:
         # new # DALI
         return self.batches
 
-    def set_epoch(self, epoch):
-        """Set the epoch of the next pass, for a resumed run; later passes continue from it."""
-        self.epoch = epoch
+    def set_epoch(self, epoch, skip=0):
+        """Set the epoch of the next pass, for a resumed run; later passes continue from it.
+
+        That pass leaves out, and does not read, the first `skip` pairs: of all processes, whole batches.
+        """
+        self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
     def __iter__(self):
         epoch, self.epoch = self.epoch, self.epoch + 1
+        skip, self.skip = self.skip, 0
 
-        # new # DALI: the pipeline continues with the next epoch; any other epoch restarts it
+        # new # DALI: the pipeline continues with the next epoch; any other start restarts it
         if not self.batches:
             return
-        step = 0
+        step = skip
         try:
-            if self.upcoming != epoch:
-                self._start(epoch)
+            if self.upcoming != epoch or skip:
+                self._start(epoch, skip)
             self.upcoming = None
             for [batch] in self.iterator:
                 yield batch["images"].to(self.device), batch["targets"].to(self.device)
@@ -159,9 +166,9 @@ class PairLoader:
             raise
 
     # new # DALI
-    def _start(self, epoch):
+    def _start(self, epoch, skip):
         self.source = PairSource(self.pair_list, self.cuts, self.sampler, self.batch_size, self.batches,
-                                 epoch)
+                                 epoch, skip)
         on_gpu, index = self.device.type == "cuda", self.device.index
         options = {"batch_size": self.batch_size, "num_threads": launch.cores_per_process(),
                    "device_id": torch.cuda.current_device() if on_gpu and index is None else index,

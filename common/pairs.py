@@ -7,7 +7,8 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torchvision.utils import make_grid
 from .datasets import mix
 from .errors import ProcessError, UsageError, reason
 from .images import EXTENSIONS, decode, find_files, read
+from .reduce import get_world_size
 
 FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB\x60\x82")  # of a complete JPEG and of a complete PNG
 ORIENTATION = 0x0112  # the EXIF tag; values from 5 swap width and height
@@ -107,6 +109,27 @@ class Cuts:
             generator = torch.Generator().manual_seed(mix(self.seed, epoch))
             self.table = epoch, torch.rand(self.count, 4, generator=generator).tolist()
         return self.table[1]
+
+
+class Rest:
+    """The indices of a sampler from place `first` on; the length is that of a whole pass."""
+
+    def __init__(self, sampler: Collection[int]) -> None:
+        self.sampler, self.first = sampler, 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self.sampler, self.first, None)
+
+
+def whole_batches(skip: int, local_batch_size: int) -> int:
+    """Return the batches that `skip` pairs of all processes are; raise UsageError if they are not whole ones."""
+    batches, rest = divmod(skip, local_batch_size * get_world_size())
+    if rest or skip < 0:
+        raise UsageError(f"set_epoch: {skip} pairs are no whole batches of {local_batch_size * get_world_size()}")
+    return batches
 
 
 def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:

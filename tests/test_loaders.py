@@ -282,9 +282,10 @@ def test_every_offset_and_every_flip_is_reached_on_train_and_the_centre_on_test(
 def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, script):
     whole = [batches(epoch) for epoch in seen[script, 1]["train"][0].epochs]
     for name in ("broken", "broken-workers"):
-        first, second, again, seventh = seen[script, 1][name][0].broken_off
+        first, second, again, seventh, rest, ninth = seen[script, 1][name][0].broken_off
         assert batches(first) == whole[0][:1]
         assert batches(second) == whole[1] and batches(again) == whole[1] and batches(seventh) == whole[6]
+        assert len(whole[7]) == 3 and batches(rest) == whole[7][2:] and batches(ninth) == whole[8]
 
 
 @pytest.mark.parametrize("script", LOADERS)

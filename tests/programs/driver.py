@@ -40,6 +40,8 @@ def broken_off(loader):
     seen.append(list(loader))
     loader.set_epoch(7)
     seen.append(list(loader))
+    loader.set_epoch(8, skip=12)
+    seen += [list(loader), list(loader)]
     return seen
 
 

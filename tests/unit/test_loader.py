@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchvision.io import write_png
 
 import loader
+from common import errors
 
 
 class Slow:
@@ -58,3 +60,18 @@ def test_time_is_waiting_or_work_and_the_first_wait_is_the_first(run, capsys):
 
 def test_one_process_writes_the_preview(run, capsys):
     assert run(1) == 0 and capsys.readouterr().out == ""
+
+
+def test_what_a_resumed_pass_leaves_out_is_not_read(tmp_path):
+    """The files of the first batch are not there."""
+    file = str(tmp_path / "one.png")
+    write_png(torch.zeros(3, 9, 9, dtype=torch.uint8), file)
+    pair_list = [("missing.png", "missing.png")] * 2 + [(file, file)] * 2
+    cuts = loader.pairs.Cuts(4, 0, 8, 0, train=False)
+    pairs = loader.PairLoader(pair_list, cuts, range(4), 2, 0, torch.device("cpu"))
+    pairs.set_epoch(3, skip=2)
+    assert [images.shape for images, _ in pairs] == [(2, 3, 8, 8)]
+    with pytest.raises(errors.ProcessError, match="missing.png"):
+        list(pairs)
+    with pytest.raises(errors.UsageError, match="set_epoch: 3 pairs are no whole batches of 2"):
+        pairs.set_epoch(3, skip=3)
