@@ -82,7 +82,7 @@ def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -
 
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history()
-    kinds = [ProfilerActivity.CPU, *[kind for kind in [ProfilerActivity.CUDA] if device.type == "cuda"]]
+    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     profiler = profile(activities=kinds, schedule=schedule(wait=SKIPPED - 1, warmup=1, active=STEPS, repeat=1),
                        on_trace_ready=export)
     profiler.start()

@@ -146,6 +146,16 @@ def test_mixed_precision_learns_and_resumes(tmp_path, precision):
     assert same(load(tmp_path / "whole/last.pt")["scaler"], load(tmp_path / "again/last.pt")["scaler"])
 
 
+def test_the_combined_script_learns_resumes_and_traces_the_gpu(tmp_path):
+    command = [*TORCHRUN, "--nproc-per-node=1", "train_combined.py", *SAME, "--lr", "0.05", "--precision", "fp16",
+               "--deterministic", "--ema", "0.9", "--warm-up", "5", "--compile", "--output-dir"]
+    whole = good(run(*command, tmp_path / "whole", "--profile"))
+    good(run(*command, tmp_path / "again", "--resume", tmp_path / "whole/epoch-001.pt"))
+    assert epochs(whole.out)[-1]["accuracy"] > 0.8
+    assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "again/last.pt"))
+    assert "kernel" in (tmp_path / "whole/trace-0.json").read_text() and (tmp_path / "whole/memory-0.pickle").exists()
+
+
 def test_out_of_memory_is_one_line(tmp_path):
     result = run(PYTHON, "train.py", "--dataset", "fake", "--model", "resnet50", "--batch-size", "50000",
                  "--output-dir", tmp_path)
