@@ -8,8 +8,11 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -96,6 +99,8 @@ def report_errors() -> Iterator[None]:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # its log would follow our line
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a job that ignores Ctrl-C
+        signal.signal(signal.SIGINT, _interrupt)
     failed: list[int] = []  # the exit code; registered first, so atexit runs this after the script's own handlers
     atexit.register(lambda: _exit_at_once(failed[0]) if failed else None)
     try:
@@ -154,8 +159,13 @@ def _interrupted(error: KeyboardInterrupt, rank: int) -> tuple[str | None, int]:
     return "interrupted" if code == 130 else "terminated by SIGTERM", code
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt(128 + signal.SIGTERM)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    while frame and sys.platform != "win32":
+        if frame.f_code is BaseProcess.start.__code__:  # a half-started child would end with a traceback: try again
+            threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt(128 + number)
 
 
 def _exit_at_once(code: int) -> None:
