@@ -219,6 +219,8 @@ class Recorder:
             self.flags.add("evaluated")
             return batch
         rows = max([len(tensor) for tensor in tensors], key=[len(tensor) for tensor in tensors].count, default=0)
+        if isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (list, tuple)) for part in batch):
+            rows = 0  # a collate_fn that stacks nothing: a tensor's length is not the number of samples
         digest = torch.zeros(rows, dtype=torch.float64, device="cpu")
         for n, tensor in enumerate([tensor for tensor in tensors if len(tensor) == rows > 0], 1):
             flat = tensor.detach().cpu().double().reshape(rows, -1)
@@ -396,10 +398,11 @@ def explain(a, b, step, column, pairs):
     losses = [sum(state["loss"] for state in states) / len(states) for states in (left, right)]
     split = (len(left), left[0]["batches"]) != (len(right), right[0]["batches"])
     for cause, fits in (("batchnorm", split and "batchnorm" in flags), ("random", "random" in flags),
-                        ("uneven-mean", split and not math.isclose(*losses, rel_tol=1e-9)),
+                        ("uneven-mean", split and not math.isclose(*losses, rel_tol=1e-9)
+                         and max(map(abs, losses)) < 100 * min(map(abs, losses))),  # more is a scaled loss
                         ("evaluation", "evaluated" in flags), ("unknown", True)):
         if fits:
-            seen = "equal samples" if ours and theirs else "no samples from DataLoader"
+            seen = "equal samples" if ours and theirs else "no samples from DataLoader, so they may differ"
             return cause, f"{seen}; mean loss {losses[0]:.9g} in {a.label}, {losses[1]:.9g} in {b.label}"
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.sharding                                     # vit_base: half an hour on two cores
     python -m benchmarks.sharding --model vit --rounds 1              # a trial
 
-It launches the scripts on two processes, DDP and FSDP by turns, and watches them from within. A stage of a pipeline is
-idle while none of its micro-batches passes forward or backward; a checkpoint's wait is the time until training goes on.
+It launches the scripts on two processes, DDP and FSDP alternately, and measures inside them. A pipeline stage is idle
+while it runs neither a forward nor a backward pass; a checkpoint's wait is the time until training continues.
 `python -m benchmarks.compare --show` writes the tables into docs/speed.md.
 """
 import contextlib

@@ -153,7 +153,7 @@ class FolderDataset:
 
         image = decode(self.samples[index][0])
         with torch.random.fork_rng(devices=[]):  # makes any random transform reproducible
-            torch.manual_seed(mix(self.seed, int(self.epoch), index))
+            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # not the GPU's
             return self.transform(image)
 
 

@@ -5,6 +5,7 @@ The datasets return whole batches, as those of `common/datasets.py` do: `uint8` 
 marks a region to ignore: its objects of class c are not labeled one by one (COCO's crowds) or are too difficult (VOC).
 Detections there count neither as correct nor as wrong.
 """
+import functools
 import json
 import random
 import re
@@ -155,7 +156,7 @@ class Files(BoxDataset):
             return letterbox(image, rows, self.image_size)
         boxes = BoundingBoxes(rows[:, 1:], format="XYXY", canvas_size=(height, width))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(mix(self.seed, int(self.epoch), index))
+            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # not the GPU's
             parts = self.transform({"image": image, "boxes": boxes, "labels": rows[:, :1]})
         return parts["image"], torch.cat([parts["labels"], parts["boxes"].as_subclass(Tensor)], 1)
 
@@ -219,11 +220,18 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     return samples, {str(label): name for label, name in enumerate(_classes(folder, range(max(used, default=-1) + 1)))}
 
 
+def _without_outlines(each: dict) -> dict:
+    """Drop an annotation's polygon at once: those of COCO take gigabytes, on every rank."""
+    each.pop("segmentation", None)
+    return each
+
+
 def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     files = list((folder / "annotations").glob(f"instances_{part}*.json"))
     if len(files) != 1:
         raise UsageError(f"{folder}: {len(files)} files annotations/instances_{part}*.json; keep exactly one")
-    images, content, where = folder / files[0].stem.removeprefix("instances_"), _read(files[0], json.loads), "the file"
+    images, where = folder / files[0].stem.removeprefix("instances_"), "the file"
+    content = _read(files[0], functools.partial(json.loads, object_hook=_without_outlines))
     try:
         known = {each["id"]: each["name"] for each in sorted(content["categories"], key=lambda each: each["id"])}
         samples: dict[Any, tuple] = {each["id"]: (images / each["file_name"], f"{files[0]}, image {each['id']}", [])

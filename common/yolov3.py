@@ -212,8 +212,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def load_weights(model: YOLOv3, path: str) -> None:
     """Load the authors' `yolov3.weights` or `darknet53.conv.74`, or any file that `models.load_weights` takes.
 
-    The first has no anchors, so the model gets the published ones. A file of `save_weights`, which says that it saw no
-    images, leaves the model the anchors of its data. Raises UsageError if the size does not fit.
+    The first has no anchors, so the model gets the published ones. `save_weights` writes the model's own to a second
+    file. Raises UsageError if the size does not fit.
     """
     try:
         header = np.fromfile(path, "<i4", 5)  # version; images seen, in 64 bits
@@ -229,18 +229,21 @@ def load_weights(model: YOLOv3, path: str) -> None:
     floats = torch.from_numpy(np.fromfile(path, "<f4", offset=20))
     for tensor, values in zip(parts[size], floats.split([tensor.numel() for tensor in parts[size]])):
         tensor.data.copy_(values.view_as(tensor))
-    if size == whole and header[3:].any():
-        model.anchors.data.copy_(torch.tensor(ANCHORS))
+    beside = Path(f"{path}.anchors")
+    if size == whole and (beside.is_file() or header[3:].any()):
+        found = np.loadtxt(beside, ndmin=2) if beside.is_file() else ANCHORS
+        model.anchors.data.copy_(torch.as_tensor(found).view_as(model.anchors))
     if is_main_process():
         print(f"weights {path}: loaded {'all layers' if size == whole else 'the backbone'}")
 
 
 def save_weights(model: YOLOv3, path: str) -> None:
-    """Write the model in the authors' format; their cfg must list `model.anchors`."""
+    """Write the model in the authors' format, and its anchors, which their cfg must list, to `path`.anchors."""
     parts = [np.array([0, 2, 0, 0, 0], "<i4")]  # version 0.2.0, 0 images seen
     parts += [tensor.numpy(force=True).astype("<f4") for tensor in _tensors(model)]
     try:
         Path(path).write_bytes(b"".join(part.tobytes() for part in parts))
+        np.savetxt(f"{path}.anchors", model.anchors.numpy(force=True).reshape(-1, 2), "%.9g")  # pixels
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}") from None
 

@@ -31,8 +31,8 @@ class Share(Sampler):
 
 def gather(values):
     """Return the values of all processes, on every process; each may hold a different number of them."""
-    counts = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([len(values)]))
+    counts = [values.new_zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, values.new_tensor([len(values)], dtype=torch.long))
     padded = F.pad(values, (0, int(max(counts)) - len(values)))
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)

@@ -162,7 +162,7 @@ def test_a_checkpoint_becomes_a_file_of_the_authors(tmp_path, monkeypatch, capsy
     assert (tmp_path / "found.weights").read_bytes() == (tmp_path / "wanted.weights").read_bytes()
     other = yolov3.create_model("tiny-bn", 2, 2 * ANCHORS)
     yolov3.load_weights(other, str(tmp_path / "found.weights"))
-    assert torch.equal(other.anchors, 2 * ANCHORS)  # of its data, not those for COCO
+    assert torch.equal(other.anchors, ANCHORS)  # of the file beside it: those of this command's data would not fit
     with pytest.raises(UsageError, match="nowhere/file.weights: No such file"):
         yolov3.save_weights(model, tmp_path / "nowhere" / "file.weights")
     torch.save({"model": {}}, tmp_path / "last.pt")
