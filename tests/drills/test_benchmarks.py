@@ -10,9 +10,6 @@ import pytest
 from conftest import PYTHON, ROOT, descendants, good, run
 from live import alive
 
-for name in ("psutil", "matplotlib"):
-    pytest.importorskip(name, reason=f"no {name}: pip install -r requirements-bench.txt")
-
 pytestmark = pytest.mark.long
 COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_DP.py", "--rounds", "1", "--epochs", "1"]
 
@@ -20,6 +17,8 @@ COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_D
 @pytest.fixture
 def copy(tmp_path):
     """Return a copy of the repository that has no results yet."""
+    for name in ("psutil", "matplotlib"):  # here, so that the names of the tests are known without them
+        pytest.importorskip(name, reason=f"no {name}: pip install -r requirements-bench.txt")
     for name in ("common", "benchmarks", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     (tmp_path / "benchmarks/results").mkdir()
