@@ -45,6 +45,18 @@ class ProcessError(RunError):
     """The run failed for a reason that only this process knows, such as an unreadable file; exit code 1."""
 
 
+_when_done: list[int] = []
+
+
+def end_at_once() -> None:
+    """Let this process exit at once when its script is done, because it has a device mesh.
+
+    torch's caches keep meshes and their groups, so gloo's threads outlive destroy_process_group(). Python would abort
+    if one of them still held a tensor: docs/pitfalls.md, E15.
+    """
+    _when_done[:] = [0]
+
+
 def require_finite(value: float, what: str) -> None:
     """Raise RunError if `value`, equal on all ranks, is not finite; `what` is like "epoch 1, step 2: the loss"."""
     if not math.isfinite(value):
@@ -91,6 +103,7 @@ def report_errors() -> Iterator[None]:
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
     After a failure, the process flushes its output and exits at once. It does not destroy the process group: that
     waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within a node).
+    After end_at_once(), it also exits at once when the script is done.
     Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
     """
     signals.end_with_launcher()
@@ -101,21 +114,22 @@ def report_errors() -> Iterator[None]:
         signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a job that ignores Ctrl-C
         signal.signal(signal.SIGINT, _interrupt)
-    failed: list[int] = []  # the exit code; registered first, so atexit runs this after the script's own handlers
-    atexit.register(lambda: _exit_at_once(failed[0]) if failed else None)
+    codes: list[int] = []  # the exit code; registered first, so atexit runs this after the script's own handlers
+    atexit.register(lambda: _exit_at_once(codes[0]) if codes else None)
     try:
         yield
+        codes += _when_done
     except SystemExit:  # --help, or train_elastic.py after a signal
         raise
     except BaseException as error:
-        failed.append(1)
+        codes.append(1)
         said = _last_words(error)
         if not said:
             raise
-        line, failed[0] = said
+        line, codes[0] = said
         if line:
             print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr)
-        sys.exit(failed[0])
+        sys.exit(codes[0])
 
 
 def _last_words(error: BaseException) -> tuple[str | None, int] | None:

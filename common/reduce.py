@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # early: imported later, its default arguments would keep the group and its threads alive
 
 from . import devices, launch
-from .errors import UsageError
+from .errors import UsageError, end_at_once
 
 _stores: list[dist.Store] = []  # keeps the store alive: rank 0 may serve it
 
@@ -74,6 +74,7 @@ def exact_share(batch_size: int, world_size: int) -> int:
 
 def grid(option: str, parts: int) -> tuple[int, int]:
     """Return (parts, processes / parts), the shape of a mesh; raise UsageError, naming `option`, if it is not whole."""
+    end_at_once()
     world_size = get_world_size()
     if world_size % parts:
         raise UsageError(f"{option} {parts}: does not divide the {world_size} processes")
