@@ -168,7 +168,7 @@ def main(args):
         device.type, reduce.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
-    for block in models.blocks(model, args.activation_checkpointing):
+    for block in models.blocks(model, args.activation_checkpointing, args.bf16):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     parallel_model = fully_shard(model, mesh=mesh, mp_policy=policy)
     shards.fill(model, tensors, device)
@@ -204,6 +204,7 @@ def main(args):
 
     # new # DCP: saving has a group of its own, on the CPU: its messages must not mix with those of training
     group, saving = dist.new_group(backend="gloo"), None
+    folders.reject_newer(folder, (start_epoch - 1) * len(train_loader))
 
     for epoch in range(start_epoch, args.epochs + 1):
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them

@@ -162,7 +162,7 @@ def main(args):
         device.type, reduce.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
-    for block in models.blocks(model, args.activation_checkpointing):
+    for block in models.blocks(model, args.activation_checkpointing, args.bf16):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     parallel_model = fully_shard(model, mesh=mesh, mp_policy=policy)
     shards.fill(model, tensors, device)

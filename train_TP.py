@@ -191,7 +191,7 @@ def main(args):
     # new # TP
     parallelize_module(model, grid["tensor"], plan)
 
-    for block in models.blocks(model, args.activation_checkpointing):
+    for block in models.blocks(model, args.activation_checkpointing, args.bf16):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     parallel_model = fully_shard(model, mesh=mesh, mp_policy=policy)
     shards.fill(model, tensors, device)

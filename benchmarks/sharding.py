@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -132,6 +133,7 @@ def waits(script: str, args) -> dict[str, Any]:
     The first is left out: for it, nothing had to be waited for.
     """
     extra = ["--snapshot-every", args.snapshot_every] if script == "train_elastic.py" else []
+    shutil.rmtree(ROOT / f"runs/sharding/{script}", ignore_errors=True)  # of an earlier run
     calls, epochs = launch("waits", script, *measure.task_of(args, args.epochs), *extra, "--output-dir",
                            f"runs/sharding/{script}")
     names = [name for _, name in SAVING[script]]

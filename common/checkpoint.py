@@ -174,7 +174,7 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     for group in state["optimizer"].param_groups:  # this command's rate, which not every scheduler records
         group.setdefault("initial_lr", group["lr"])
     if path == "auto":
-        path = max(folders.whole_folders(Path(output_dir)), default=None) if load else Path(output_dir, "last.pt")
+        path = next(reversed(folders.whole_folders(Path(output_dir))), None) if load else Path(output_dir, "last.pt")
         path = path if path and path.exists() else None
     found = (1, -math.inf) if path is None else _restore(path, state, progress, load)
     if not agree((found, progress)):

@@ -72,7 +72,22 @@ def wait(saving: Any) -> None:
 
 def whole_folders(output_dir: Path) -> list[Path]:
     """Return the committed folders, oldest first."""
-    return sorted(path.parent for path in output_dir.glob("step-*/.metadata") if re.search(r"-\d+$", path.parent.name))
+    found = [path.parent for path in output_dir.glob("step-*/.metadata") if re.search(r"-\d+$", path.parent.name)]
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def reject_newer(output_dir: Path, step: int) -> None:
+    """Raise UsageError if a whole folder is newer than `step`, where this run starts: prune() would keep the wrong one.
+
+    It comes from another run, or this run returns to an older checkpoint or has a larger batch.
+    """
+    if (found := whole_folders(output_dir)) and _step(found[-1]) > step:
+        raise UsageError(f"--output-dir {output_dir}: holds {found[-1].name}, newer than step {step}, where this run "
+                         "starts; pass --resume auto, or choose another folder")
 
 
 def prune(output_dir: Path) -> None:

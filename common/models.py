@@ -77,11 +77,16 @@ def _has_parameters(layer: nn.Module) -> bool:
     return any(True for _ in layer.parameters())
 
 
-def blocks(model: nn.Module, recompute: bool = False) -> list[nn.Module]:
+def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> list[nn.Module]:
     """Return a model's layers or groups of layers that have parameters, in order: each item of a Sequential counts.
 
-    With `recompute`, their activations are not kept for backward(), which then computes them again.
+    With `recompute`, their activations are not kept for backward(), which then computes them again. Raises UsageError
+    if the model has BatchNorm: recomputing would update its statistics twice (github.com/pytorch/pytorch/issues/96136),
+    and with `bf16`, FSDP2 casts its weights but not its statistics, which CUDA rejects in backward().
     """
+    for option, wanted in (("--activation-checkpointing", recompute), ("--bf16", bf16)):
+        if wanted and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            raise UsageError(f"{option}: not with BatchNorm; use a model without it, or train_amp.py")
     found = [layer for layer in _layers(model) if _has_parameters(layer)]
     for layer in found if recompute else []:
         layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)

@@ -83,7 +83,7 @@ def _fetch(value: Any, owner: int, outline: Any) -> Any:
         for dim in range(len(placements)):  # one dimension at a time: torch warns that it can't merge all of them
             placements[dim] = Replicate()
             value = value.redistribute(placements=placements)
-        return value.to_local().cpu()
+        return value.to_local().cpu() if dist.get_rank() == 0 else None
     if not isinstance(outline, Tensor) or owner == 0:
         return value.cpu() if isinstance(value, Tensor) else outline
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
@@ -200,7 +200,7 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device,
             tensor.shape, dtype=tensor.dtype, device=device)
         dist.broadcast(whole, 0)
         if not tensor.is_meta:
-            tensor.copy_(_share(whole, tensor))
+            tensor.copy_(_share(whole, tensor) if is_sharded(tensor) else whole)
 
 
 @torch.no_grad()
@@ -211,7 +211,8 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, group: dist.Pr
     torch 2.9 returns the norm of one shard. With `group`, whose processes have different parameters (the stages of a
     pipeline), the norm is over those of all. All processes must call this.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    held = [parameter for parameter in parameters if not parameter.is_meta]
+    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
     squares: dict[tuple, Tensor] = {}  # by the groups over which the shards add up
     local = []
     for gradient in gradients:
@@ -225,9 +226,11 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, group: dist.Pr
     for groups, square in squares.items():
         for part in groups:
             dist.all_reduce(square, group=part)
-    total = torch.stack([*squares.values()]).sum()
+    # a pipeline stage may have only frozen layers
+    total = torch.stack([*squares.values()]).sum() if squares else held[0].new_zeros(())
     if group is not None:
         dist.all_reduce(total, group=group)
     norm = total.sqrt()
-    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1))
+    if local:
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1))
     return norm

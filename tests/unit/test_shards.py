@@ -62,6 +62,20 @@ def test_nested_values_come_apart_and_together():
     assert shards.nest(dict(shards.flatten(content))) == content
 
 
+def test_a_stage_whose_layers_are_frozen_has_nothing_to_clip():
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert shards.clip_grad_norm(frozen.parameters(), 1.0) == 0
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ((True, False), "--activation-checkpointing"), ((False, True), "--bf16")])
+def test_batchnorm_is_refused_where_it_would_be_wrong(options, named):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert len(models.blocks(model)) == 2
+    with pytest.raises(UsageError, match=f"{named}: not with BatchNorm"):
+        models.blocks(model, *options)
+
+
 def test_clipping_without_shards_is_torchs():
     model = models.create_model("cnn", 10, (1, 28, 28))
     found = []
@@ -117,6 +131,9 @@ def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_p
         make_folder(tmp_path / f"step-{step:07}", b"", json.dumps([[["score"], score], [["model", "x"], None]]))
     make_folder(tmp_path / "step-0000009")
     assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"01234"]
+    with pytest.raises(UsageError, match="holds step-0000004, newer than step 3, where this run starts; pass --resume"):
+        folders.reject_newer(tmp_path, 3)
+    folders.reject_newer(tmp_path, 4)
     folders.prune(tmp_path)
     assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"134"]
     assert (tmp_path / "step-0000009").exists()  # torn, or being written
