@@ -108,6 +108,18 @@ def test_the_average_is_that_of_the_updates(few_digits):
 
 
 @pytest.mark.drill
+def test_every_micro_batch_has_the_scale_and_the_smoothing(few_digits):
+    """fp16 differs from fp32 in its digits alone; three micro-batches make the step of one, smoothed or not."""
+    one = ["--precision", "fp32", "--accum-steps", "1"]
+    plain, half, smooth, whole = (few_digits(*COMBINED, output=f"micro-{number}", resume=options)[0] / "last.pt"
+                                  for number, options in enumerate([
+        ["--precision", "fp32"], ["--precision", "fp16"], ["--precision", "fp32", "--label-smoothing", "0.3"],
+        [*one, "--label-smoothing", "0.3"]]))
+    assert 2e-5 < distance(plain, half) < 1e-2
+    assert distance(smooth, whole) < 1e-5 and distance(plain, smooth) > 1e-3
+
+
+@pytest.mark.drill
 def test_compiled_blocks_train_the_same_model(few_digits):
     """Needs a C++ compiler, whose code rounds in another order; four equal blocks are compiled once."""
     vit = [*COMBINED, "--precision", "fp32", "--model", "vit"]
