@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(value: Any) -> "TypeGuard[DTensor]":
-    """Return whether `value` is a DTensor. Only a script that shards imports these: it takes half a second."""
+    """Return whether `value` is a DTensor, without importing the class: that takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
