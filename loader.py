@@ -44,21 +44,20 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access: `uint8` (2, N, 3, crop, crop), images first, then targets."""
+    """Pairs, decoded and cropped on access. A batch is its slot's number in the ring, and its length."""
 
     def __init__(self, pair_list, cuts):
-        self.pair_list, self.cuts = pair_list, cuts
+        self.pair_list, self.cuts, self.ring = pair_list, cuts, None
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs
 
     def __len__(self):
         return len(self.pair_list)
 
     def __getitems__(self, indices):
-        crop = self.cuts.crop
-        batch = torch.empty(2, len(indices), 3, crop, crop, dtype=torch.uint8)
+        slot, batch = self.ring.take(len(indices))
         for place, index in enumerate(indices):
-            batch[:, place] = self._read(index)
-        return batch
+            batch[0, place], batch[1, place] = self._read(index)
+        return slot, len(indices)
 
     def _read(self, index):
         paths, crop = self.pair_list[index], self.cuts.crop
@@ -67,12 +66,9 @@ class PairDataset:
         # Both images of a pair share one random crop
         cut = self.cuts.choose(int(self.epoch), index, paths, [image.shape[1:] for image in images])
         images = [transforms.resize(image, cut.size, antialias=True) for image in images]
-        pair = torch.stack([transforms.crop(image, cut.top, cut.left, crop, crop) for image in images])
-        if cut.horizontal_flip:
-            pair = transforms.horizontal_flip(pair)
-        if cut.vertical_flip:
-            pair = transforms.vertical_flip(pair)
-        return pair
+        images = [transforms.crop(image, cut.top, cut.left, crop, crop) for image in images]
+        axes = [axis for axis, flip in ((1, cut.vertical_flip), (2, cut.horizontal_flip)) if flip]
+        return [image.flip(axes) for image in images] if axes else images
 
 
 class PairLoader:
@@ -86,6 +82,7 @@ class PairLoader:
         self.batch_size, self.rest = batch_size, pairs.Rest(sampler)
         self.dataset = PairDataset(pair_list, cuts)
         options = datasets.loader_options(workers, device, self.dataset) | {"drop_last": cuts.train}
+        self.dataset.ring = pairs.Ring(options["num_workers"], batch_size, cuts.crop)
         self.loader = DataLoader(self.dataset, batch_size, sampler=self.rest, **options)
 
     def __len__(self):
@@ -94,7 +91,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, for a resumed run; later passes continue from it.
 
-        That pass leaves out, and does not read, the first `skip` pairs: of all processes, whole batches.
+        That pass leaves out the first `skip` pairs, without decoding them: of all processes, whole batches.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -105,10 +102,12 @@ class PairLoader:
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(epoch)
         self.dataset.epoch.fill_(epoch)
-        for batch in self.loader:
-            # The workers send bytes: a quarter of the size of floats
-            batch = batch.to(self.device, non_blocking=self.loader.pin_memory)
-            images, targets = batch.sub(127.5).div_(127.5)
+        for slot, count in self.loader:
+            batch = self.dataset.ring.slots[slot, :, :count]
+            if self.loader.pin_memory:  # a copy that is under way when a worker uses the slot again
+                batch = batch.pin_memory()
+            batch = batch.to(self.device, non_blocking=self.loader.pin_memory)  # bytes: a quarter of floats
+            images, targets = (part.float().sub_(127.5).div_(127.5) for part in batch)
             yield images, targets
 
 
@@ -121,7 +120,7 @@ def build_loader(args):
     """
     device = devices.select_device(args.device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
-    cuts = pairs.Cuts(len(pair_list), args.resize, args.crop, args.seed, train=args.split == "train")
+    cuts = pairs.Cuts(args.resize, args.crop, args.seed, train=args.split == "train")
     if cuts.train and args.batch_size > len(pair_list):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
 

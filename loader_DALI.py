@@ -130,7 +130,8 @@ class PairLoader:
 
         # new # DALI: "train" drops the incomplete last batch, "test" keeps it
         self.pair_list, self.cuts = pair_list, cuts
-        self.batch_size, self.workers = batch_size, workers or 0
+        self.batch_size = batch_size
+        self.workers = workers or 0
         self.batches = (len(sampler) if cuts.train else len(sampler) + batch_size - 1) // batch_size
         self.upcoming = None
 
@@ -141,7 +142,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, for a resumed run; later passes continue from it.
 
-        That pass leaves out, and does not read, the first `skip` pairs: of all processes, whole batches.
+        That pass leaves out the first `skip` pairs, without decoding them: of all processes, whole batches.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -196,7 +197,7 @@ def build_loader(args):
     """
     device = devices.select_device(args.device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
-    cuts = pairs.Cuts(len(pair_list), args.resize, args.crop, args.seed, train=args.split == "train")
+    cuts = pairs.Cuts(args.resize, args.crop, args.seed, train=args.split == "train")
     if cuts.train and args.batch_size > len(pair_list):
         raise errors.UsageError(f"--batch-size {args.batch_size}: there are only {len(pair_list)} pairs")
 

@@ -5,6 +5,7 @@ subfolders of any depth or none. Images are RGB and turned upright by their EXIF
 """
 import math
 import os
+import random
 import shutil
 import struct
 from collections.abc import Collection, Iterator, Sequence
@@ -17,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from PIL import Image
+from torch.utils.data import get_worker_info
 from torchvision.io import write_jpeg, write_png
 from torchvision.utils import make_grid
 
-from .datasets import mix
 from .errors import ProcessError, UsageError, reason
 from .images import EXTENSIONS, decode, find_files, read
 from .reduce import get_world_size
@@ -74,15 +75,14 @@ class Cut(NamedTuple):
 
 
 class Cuts:
-    """Chooses how to resize, crop and flip each of `count` pairs, with the same values for both images.
+    """Chooses how to resize, crop and flip each pair, with the same values for both images.
 
     With `train`, crop and flips depend only on `(seed, epoch, index)`, not on the process; otherwise, the crop is the
     center. The shorter side becomes `resize` (0: unchanged); the other keeps the aspect ratio, rounded down.
     """
 
-    def __init__(self, count: int, resize: int, crop: int, seed: int, train: bool) -> None:
-        self.count, self.resize, self.crop, self.seed, self.train = count, resize, crop, seed, train
-        self.table: tuple[int, list[list[float]]] | None = None
+    def __init__(self, resize: int, crop: int, seed: int, train: bool) -> None:
+        self.resize, self.crop, self.seed, self.train = resize, crop, seed, train
 
     def choose(self, epoch: int, index: int, paths: Sequence[str], sizes: Sequence[tuple[int, int]]) -> Cut:
         """Return the Cut of pair `index`, whose two images have `sizes`, each (height, width).
@@ -100,15 +100,10 @@ class Cuts:
         rooms = height - self.crop, width - self.crop
         if not self.train:
             return Cut((height, width), round(rooms[0] / 2), round(rooms[1] / 2), False, False)
-        *places, horizontal, vertical = self._draws(epoch)[index]
+        draw = random.Random(f"{self.seed} {epoch} {index}").random  # as in mix(), without a second generator
+        places = draw(), draw()
         top, left = (int(place * (room + 1)) for place, room in zip(places, rooms, strict=True))  # 0 to room
-        return Cut((height, width), top, left, horizontal < 0.5, vertical < 0.5)
-
-    def _draws(self, epoch: int) -> list[list[float]]:
-        if self.table is None or self.table[0] != epoch:  # four numbers in [0, 1) for each pair
-            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
-            self.table = epoch, torch.rand(self.count, 4, generator=generator).tolist()
-        return self.table[1]
+        return Cut((height, width), top, left, draw() < 0.5, draw() < 0.5)
 
 
 class Rest:
@@ -122,6 +117,28 @@ class Rest:
 
     def __iter__(self) -> Iterator[int]:
         return islice(self.sampler, self.first, None)
+
+
+class Ring:
+    """Shared memory that `workers` reader processes fill with batches, `uint8` (2, N, 3, crop, crop), again and again.
+
+    New memory for each batch would cost a fifth of the time of decoding (docs/speed.md). A worker fills its slots in
+    turn. It is at most two batches ahead of the one that the main process received last, because that is DataLoader's
+    `prefetch_factor`. So with three slots, it never writes to that one's.
+    """
+
+    SLOTS = 3  # per worker
+
+    def __init__(self, workers: int, batch_size: int, crop: int) -> None:
+        shape = max(1, workers) * self.SLOTS, 2, batch_size, 3, crop, crop
+        self.slots, self.turn = torch.empty(shape, dtype=torch.uint8).share_memory_(), 0
+
+    def take(self, count: int) -> tuple[int, torch.Tensor]:
+        """Return the number of this worker's next slot, and that slot for `count` pairs."""
+        worker = get_worker_info()
+        slot = (worker.id if worker else 0) * self.SLOTS + self.turn
+        self.turn = (self.turn + 1) % self.SLOTS
+        return slot, self.slots[slot, :, :count]
 
 
 def whole_batches(skip: int, local_batch_size: int) -> int:

@@ -3,14 +3,16 @@
 tests/test_loaders.py has what the loaders deliver.
 """
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchvision.io import write_png
 
 import loader
-from common import errors
+from common import errors, pairs
 
 
 class Slow:
@@ -67,7 +69,7 @@ def test_what_a_resumed_pass_leaves_out_is_not_read(tmp_path):
     file = str(tmp_path / "one.png")
     write_png(torch.zeros(3, 9, 9, dtype=torch.uint8), file)
     pair_list = [("missing.png", "missing.png")] * 2 + [(file, file)] * 2
-    cuts = loader.pairs.Cuts(4, 0, 8, 0, train=False)
+    cuts = loader.pairs.Cuts(0, 8, 0, train=False)
     pairs = loader.PairLoader(pair_list, cuts, range(4), 2, 0, torch.device("cpu"))
     pairs.set_epoch(3, skip=2)
     assert [images.shape for images, _ in pairs] == [(2, 3, 8, 8)]
@@ -75,3 +77,31 @@ def test_what_a_resumed_pass_leaves_out_is_not_read(tmp_path):
         list(pairs)
     with pytest.raises(errors.UsageError, match="set_epoch: 3 pairs are no whole batches of 2"):
         pairs.set_epoch(3, skip=3)
+
+
+class Numbered:
+    """Batches whose slots a worker fills with their number, having counted them in `done`."""
+
+    def __init__(self, ring):
+        self.ring, self.done = ring, torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __len__(self):
+        return 40
+
+    def __getitems__(self, indices):
+        slot, batch = self.ring.take(1)
+        batch.fill_(indices[0])
+        self.done += 1
+        return slot
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_worker_writes_to_the_slot_of_the_batch_that_was_received_last(workers):
+    """The worker is as far ahead as it can be when it has filled all that was asked of it, two batches."""
+    dataset = Numbered(pairs.Ring(workers, 1, 1))
+    reader = DataLoader(dataset, 1, num_workers=workers, collate_fn=lambda slot: slot)
+    for number, slot in enumerate(reader):
+        deadline = time.monotonic() + 60
+        while workers and dataset.done < min(number + 3, len(dataset)):
+            assert time.monotonic() < deadline, f"{dataset.done} batches at number {number}"
+        assert (dataset.ring.slots[slot] == number).all()
