@@ -37,35 +37,40 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
     return found
 
 
-def decode(path: str | os.PathLike[str]) -> torch.Tensor:
+def decode(path: str | os.PathLike[str], content: bytes | None = None) -> torch.Tensor:
     """Return an image file as `uint8` (3, H, W), upright, without alpha, with 16 bits scaled to 8.
 
-    Raises ProcessError, naming the file, if it is not an image, is damaged or has too many pixels: see `read`.
+    `content` is the file if it was read already; then `path` is only its name. Raises ProcessError, naming the file, if
+    it is not an image, is damaged or has too many pixels: see `read`.
     """
-    content, image = read(path)
+    encoded, image = read(path, content)
     with _errors_name(path):
         if image.format in ("GIF", "WEBP"):  # torchvision rejects animated WebP and ignores its EXIF orientation
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
-        pixels = decode_image(torch.from_numpy(content), mode=ImageReadMode.RGB, apply_exif_orientation=True)
+        pixels = decode_image(torch.from_numpy(encoded), mode=ImageReadMode.RGB, apply_exif_orientation=True)
     if pixels.dtype == torch.uint16:
         pixels = pixels.float().div_(257).round_().to(torch.uint8)  # 65535 / 257 = 255
     return pixels
 
 
-def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, Image.Image]:
+def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np.ndarray, Image.Image]:
     """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, with only the header decoded.
 
-    Raises ProcessError, naming the file, if it is not an image, if it has more pixels than the environment variable
-    MAX_IMAGE_PIXELS allows, or if it is a PNG with wrong checksums, which crashes the process in torchvision 0.29.
+    `content` is the file if it was read already. Raises ProcessError, naming the file, if it is not an image, if it has
+    more pixels than the environment variable MAX_IMAGE_PIXELS allows, or if it is a PNG with wrong checksums, which
+    crashes the process in torchvision 0.29.
     """
     limit = os.environ.get("MAX_IMAGE_PIXELS", str(MAX_PIXELS))
     if not limit.isdecimal():
         raise UsageError(f"MAX_IMAGE_PIXELS={limit}: not a whole number")
     with _errors_name(path):
-        content = np.fromfile(path, np.uint8)
+        if content is None:
+            with open(path, "rb", buffering=0) as file:
+                content = file.read()
+        encoded = np.frombuffer(bytearray(content), np.uint8)  # torch wants memory that it may write to
         pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # its error names neither file nor size
         try:
-            image = Image.open(io.BytesIO(content.data), formats=FORMATS)
+            image = Image.open(io.BytesIO(encoded.data), formats=FORMATS)
         finally:
             Image.MAX_IMAGE_PIXELS = pil_limit
     width, height = image.size
@@ -75,7 +80,7 @@ def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, Image.Image]:
     if image.format == "PNG":
         with _errors_name(path):
             image.verify()
-    return content, image
+    return encoded, image
 
 
 @contextlib.contextmanager

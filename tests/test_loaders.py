@@ -4,17 +4,22 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import FROM_ROOT, LAUNCH, PROGRAMS, PYTHON, ROOT, TORCHRUN, good, run
+from live import Live, alive
 from PIL import Image, ImageOps
 
+from common import tars
 from common.datasets import mix
+from common.pairs import find_pairs
 
 TRAIN, TEST = 23, 11  # pairs: no number of processes or batches divides them
 BATCH = 6  # of one, two and three processes
@@ -26,7 +31,8 @@ try:
 except ModuleNotFoundError:
     HAS_DALI = False
 DALI = [pytest.mark.drill, pytest.mark.skipif(not HAS_DALI, reason="no DALI: pip install -r requirements-dali.txt")]
-LOADERS = ["loader", pytest.param("loader_DALI", marks=DALI)]
+IN_ORDER = ["loader", pytest.param("loader_DALI", marks=DALI)]  # a pair has one place in an epoch, wherever it is read
+LOADERS = [*IN_ORDER, "loader_streaming"]
 
 
 def job(name, script, source, *arguments, action="watch"):
@@ -124,6 +130,13 @@ def pictures(tmp_path_factory):
     return folder
 
 
+def sharded(folder, files, per_shard=4):
+    """Write the splits of a folder of pairs to shards, and return their folder."""
+    for split in sorted(path.name for path in files.iterdir()):
+        tars.write_shards(find_pairs(files, split, "img", "gt"), folder, split, per_shard)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, marked, few, pictures):
     """What a loader delivered on 1, 2 and 3 processes: {(script, processes): {name: [result of each rank]}}.
@@ -133,24 +146,28 @@ def seen(tmp_path_factory, marked, few, pictures):
     base = tmp_path_factory.mktemp("seen")
 
     def find(script, processes):
+        sets = [marked, few, pictures]
+        if script == "loader_streaming":
+            sets = [sharded(base / f"shards-{processes}-{number}", files) for number, files in enumerate(sets)]
+        marked_set, few_set, picture_set = sets
         common = ["--resize", 0, "--crop", CROP, "--batch-size", BATCH]
         jobs = []
         for split in ("train", "test"):
             epochs = 12 if split == "train" and processes == 1 else 2
-            jobs.append(job(split, script, marked, *common, "--split", split, "--workers", 0, "--epochs", epochs))
+            jobs.append(job(split, script, marked_set, *common, "--split", split, "--workers", 0, "--epochs", epochs))
         if processes == 1:
-            jobs += [job("workers", script, marked, *common, "--workers", 2),
-                     job("test-workers", script, marked, *common, "--workers", 2, "--split", "test"),
-                     job("seed", script, marked, *common, "--workers", 0, "--seed", 5),
-                     job("broken", script, marked, *common, "--workers", 0, action="broken_off"),
-                     job("broken-workers", script, marked, *common, "--workers", 1, action="broken_off")]
-            jobs += [job(f"pictures-{split}", script, pictures, "--split", split, "--resize", 72, "--crop", 64,
+            jobs += [job("workers", script, marked_set, *common, "--workers", 2),
+                     job("test-workers", script, marked_set, *common, "--workers", 2, "--split", "test"),
+                     job("seed", script, marked_set, *common, "--workers", 0, "--seed", 5),
+                     job("broken", script, marked_set, *common, "--workers", 0, action="broken_off"),
+                     job("broken-workers", script, marked_set, *common[:-1], 4, "--workers", 3, action="broken_off")]
+            jobs += [job(f"pictures-{split}", script, picture_set, "--split", split, "--resize", 72, "--crop", 64,
                          "--batch-size", 4, "--workers", 0) for split in ("train", "test")]
         if processes == 2:
-            jobs.append(job("ddp", script, pictures, "--resize", 72, "--crop", 64, "--batch-size", 4, "--workers", 1,
+            jobs.append(job("ddp", script, picture_set, "--resize", 72, "--crop", 64, "--batch-size", 4, "--workers", 1,
                             action="train"))
         if processes == 3:
-            jobs.append(job("few", script, few, *common, "--split", "test", "--workers", 1))
+            jobs.append(job("few", script, few_set, *common, "--split", "test", "--workers", 1))
         return launch(base / f"{script}-{processes}", processes, jobs)
 
     class Seen(dict):
@@ -210,6 +227,8 @@ def test_batches_are_floats_from_minus_one_to_one(seen, script):
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_test_split_is_delivered_exactly_once(seen, script, processes):
     ranks = seen[script, processes]["test"]
+    if processes == 1:
+        assert sorted(numbers(seen[script, 1]["test-workers"][0].epochs[0])) == list(range(TEST))
     for epoch in range(2):
         shares = [numbers(result.epochs[epoch]) for result in ranks]
         assert sorted(sum(shares, [])) == list(range(TEST))
@@ -230,7 +249,7 @@ def test_the_shares_of_the_train_split_are_even_and_disjoint(seen, script, proce
         assert {result.length for result in seen[script, processes]["train"]} == {TRAIN // BATCH}
 
 
-@pytest.mark.parametrize("script", LOADERS)
+@pytest.mark.parametrize("script", IN_ORDER)
 def test_any_number_of_processes_and_workers_reads_the_same_batches(seen, script):
     alone = seen["loader", 1]["train"][0].epochs
     for epoch in range(2):
@@ -258,7 +277,7 @@ def test_each_epoch_has_an_order_and_crops_of_its_own_and_a_seed_repeats_them(se
     assert {cut[0]: cut[1:] for cut in flat(other)} != cuts[0]
 
 
-@pytest.mark.parametrize("script", LOADERS)
+@pytest.mark.parametrize("script", IN_ORDER)
 def test_the_order_is_that_of_a_distributed_sampler(seen, script):
     for epoch in (1, 2):
         order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(mix(1234) + epoch)).tolist()
@@ -280,12 +299,12 @@ def test_every_offset_and_every_flip_is_reached_on_train_and_the_centre_on_test(
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, script):
-    whole = [batches(epoch) for epoch in seen[script, 1]["train"][0].epochs]
     for name in ("broken", "broken-workers"):
-        first, second, again, seventh, rest, ninth = seen[script, 1][name][0].broken_off
+        (first, second, again, seventh, rest, ninth), whole = seen[script, 1][name][0].broken_off
+        whole = [batches(epoch) for epoch in whole]
         assert batches(first) == whole[0][:1]
-        assert batches(second) == whole[1] and batches(again) == whole[1] and batches(seventh) == whole[6]
-        assert len(whole[7]) == 3 and batches(rest) == whole[7][2:] and batches(ninth) == whole[8]
+        assert batches(second) == whole[1] and batches(again) == whole[1] and batches(seventh) == whole[6][1:]
+        assert len(whole[7]) > 2 and batches(rest) == whole[7][-1:] and batches(ninth) == whole[8]
 
 
 @pytest.mark.parametrize("script", LOADERS)
@@ -399,7 +418,7 @@ def spoiled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", WRONG_SETS + BAD_FILES)
-@pytest.mark.parametrize("script", LOADERS)
+@pytest.mark.parametrize("script", IN_ORDER)
 def test_what_cannot_be_used_is_named(spoiled, script, case):
     for workers in (0, 1) if case in ("truncated", "damaged") else (0,):
         result, file = spoiled[script][f"{case}-{workers}"]
@@ -410,7 +429,31 @@ def test_what_cannot_be_used_is_named(spoiled, script, case):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("script", LOADERS)
+def test_a_stream_that_was_killed_goes_on_with_the_pairs_that_are_left(tmp_path, marked):
+    """A buffer smaller than a worker's part and larger than a shard: pairs of many shards are left at the kill."""
+    arguments = ["--data-source", sharded(tmp_path / "shards", marked, 3), "--resize", 0, "--crop", CROP,
+                 "--batch-size", 2, "--workers", 2, "--shuffle-buffer", 5, "--device", "cpu"]
+
+    def command(done, stop):
+        return PYTHON, PROGRAMS / "streamed.py", tmp_path / done, stop, *arguments
+
+    whole = good(run(*command("whole", 0), env=FROM_ROOT)).out.splitlines()
+    assert len(whole) == len(set(" ".join(whole).replace("batch", "").split())) / 2 == TRAIN // 2
+    with Live(*command("killed", 5), env=FROM_ROOT) as killed:
+        killed.wait_for("waiting")
+        workers = killed.processes()
+        killed.process.send_signal(signal.SIGKILL)
+        killed.process.wait(10)
+        assert killed.out[:5] == whole[:5]
+        deadline = time.monotonic() + 60
+        while any(alive(pid) for pid in workers):
+            assert time.monotonic() < deadline, "orphans"
+            time.sleep(0.1)
+    assert good(run(*command("killed", 0), env=FROM_ROOT)).out.splitlines() == whole[5:]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("script", IN_ORDER)
 def test_a_bad_file_ends_a_launch_in_one_line(tmp_path, script):
     file = _spoil(tmp_path, "truncated")
     finished = run(*LAUNCH, "--nproc_per_node=2", ROOT / f"{script}.py", "--data-source", tmp_path,

@@ -369,6 +369,7 @@ def which_script() -> Drawing:
     shards = [(475, "no", "train_DCP.py"), (622, "yes", "train_FSDP.py")]
     questions: list[tuple[str, str, list[tuple[int, str, str]]]] = [
         ("Do you have a training loop to change?", "Are there several devices?", pair),
+        ("Are pairs of images too many for one host?", "loader_streaming.py", []),
         ("Do you only need to load pairs of images?", "Does the GPU wait for the CPU?", loaders),
         ("Do you detect objects on one device?", "train_yolov3.py", []),
         ("Do you detect objects on several devices?", "Is 16-bit arithmetic fast on them?", detectors),
@@ -383,7 +384,7 @@ def which_script() -> Drawing:
         ("Can the job be stopped before it ends?", "train_elastic.py", []),
         ("Is 16-bit arithmetic fast on your device?", "train_amp.py", []),
     ]
-    drawing = Drawing(1095)
+    drawing = Drawing(1153)
     y = 12
     for question, answer, scripts in questions:
         drawing.box(15, y, 320, 34)

@@ -38,11 +38,12 @@ def broken_off(loader):
     seen.append(list(loader))
     loader.set_epoch(2)
     seen.append(list(loader))
-    loader.set_epoch(7)
+    loader.set_epoch(7, skip=args.batch_size)
     seen.append(list(loader))
-    loader.set_epoch(8, skip=12)
+    loader.set_epoch(8, skip=(len(loader) - 1) * args.batch_size)
     seen += [list(loader), list(loader)]
-    return seen
+    loader.set_epoch(1)
+    return seen, [list(loader) for _ in range(9)]
 
 
 if __name__ == "__main__":

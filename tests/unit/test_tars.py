@@ -1,0 +1,228 @@
+"""Shards in a folder and on a server: what was written is read, and what cannot be used is named in one line."""
+import io
+import json
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import loader_streaming
+from common import pairs, tars
+from common.errors import ProcessError, UsageError
+
+PAIRS, PER_SHARD = 10, 4
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A folder of three shards; the files of pair N hold N's name and side, N times 500."""
+    listed = []
+    for number in range(PAIRS):
+        files = [tmp_path / side / f"{number}.v1.JPG" for side in ("img", "gt")]
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(f"{file.parent.name}{number} ".encode() * 500 * (number + 1))
+        listed.append(tuple(str(file) for file in files))
+    folder = tmp_path / "shards"
+    assert tars.write_shards(listed, folder, "test", PER_SHARD) == 3
+    return folder
+
+
+def read(source, first=0, stop=PAIRS):
+    found = tars.Shards(str(source), "test", ("img", "gt"), 1)
+    return [tuple(content.split()[0].decode() for _, content in pair)
+            for pair in found.read(found.shards, first, stop)]
+
+
+def expected(first=0, stop=PAIRS):
+    return [(f"img{number}", f"gt{number}") for number in range(first, stop)]
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder. `faults` lists what happens to the next requests for tar files: a code, or "lost"."""
+
+    def __init__(self, folder, ranges):
+        super().__init__(("localhost", 0), Handler)
+        self.folder, self.ranges, self.faults, self.asked = folder, ranges, [], []
+        self.url = f"http://localhost:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        path, start = self.server.folder / self.path[1:], 0
+        fault = self.server.faults.pop(0) if self.server.faults and path.suffix == ".tar" else None
+        self.server.asked.append((path.name, self.headers["Range"]))
+        if isinstance(fault, int) or not path.exists():
+            return self.send_error(fault or 404)
+        content = path.read_bytes()
+        if self.server.ranges and self.headers["Range"]:
+            start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        self.wfile.write(content[start:(start + len(content)) // 2 if fault == "lost" else None])
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def serve(shards, monkeypatch):
+    """Return a function that starts a server of the shards."""
+    monkeypatch.setattr(tars, "PAUSES", (0, 0, 0))
+    started = []
+
+    def start(ranges=True):
+        started.append(Server(shards, ranges))
+        threading.Thread(target=started[-1].serve_forever, args=[0.01], daemon=True).start()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+def test_any_part_is_read_from_a_folder_and_from_a_server(shards, serve):
+    url = serve().url
+    for first in range(PAIRS):
+        for stop in range(first, PAIRS + 1):
+            assert read(shards, first, stop) == expected(first, stop)
+    assert read(url) == expected() and read(url, 3, 9) == expected(3, 9)
+
+
+def test_a_reader_opens_only_the_shards_of_its_part(serve):
+    server = serve()
+    assert read(server.url, 5, 8) == expected(5, 8)
+    assert [name for name, _ in server.asked] == ["test.json", "test-000001.tar"]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_lost_connection_is_continued_at_the_same_byte(serve, ranges):
+    server = serve(ranges)
+    faults = ["lost", "lost", 503, "lost"] if ranges else ["lost", 503]
+    server.faults += faults
+    assert read(server.url) == expected()
+    asked = [wanted for name, wanted in server.asked if name == "test-000000.tar"]
+    assert len(asked) == len(faults) + 1 and asked[0] is None
+    places = [int(wanted[6:-1]) for wanted in asked[1:]]
+    assert places == sorted(places) and len(set(places)) == faults.count("lost")
+
+
+def test_a_server_that_is_gone_ends_the_attempts(serve):
+    server = serve()
+    found = tars.Shards(server.url, "test", ("img", "gt"), 1)
+    server.faults += [503] * 4
+    with pytest.raises(ProcessError, match=rf"{server.url}/test-000000.tar: .*HTTP 503") as caught:
+        list(found.read(found.shards, 0, 1))
+    assert len(server.asked) == 5 and "\n" not in str(caught.value)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(UsageError, match=rf"{server.url}/test.json: .*refused"):
+        tars.Shards(server.url, "test", ("img", "gt"), 1)
+
+
+def add(path, name, content=b"more"):
+    """Append a file to a shard, as if it had been written so."""
+    with tarfile.open(path, "a") as archive:
+        info = tarfile.TarInfo(name)
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+
+
+def spoil(folder, case):
+    """Spoil a set, and return what the message must say."""
+    shard, index = folder / "test-000001.tar", folder / "test.json"
+    content = json.loads(index.read_text())
+    if case == "no list":
+        index.unlink()
+        return index, "no such file"
+    if case == "no json":
+        index.write_text("{")
+        return index, "list of shards"
+    if case == "another list":
+        index.write_text('{"shards": []}')
+        return index, "shardlist"
+    if case == "empty list":
+        index.write_text('{"shardlist": []}')
+        return index, "no pairs"
+    if case == "missing":
+        shard.unlink()
+        return shard, "no such file"
+    if case == "shorter":
+        shard.write_bytes(shard.read_bytes()[:-512])
+        return shard, "bytes"
+    content["shardlist"][1].pop("filesize")  # as in lists that others have written
+    if case == "cut between files":
+        with tarfile.open(shard) as archive:
+            end = archive.getmembers()[4].offset
+        shard.write_bytes(shard.read_bytes()[:end])
+    if case == "cut in a file":
+        shard.write_bytes(shard.read_bytes()[:9000])
+    if case == "no tar":
+        shard.write_bytes(b"text " * 1000)
+    if case == "more pairs":
+        for side in ("img", "gt"):
+            add(shard, f"more.{side}.jpg")
+    if case == "one side":
+        add(shard, "more.img.jpg")
+        content["shardlist"][1]["nsamples"] += 1
+    if case == "two of a side":
+        add(shard, "00000007-7_v1.img.png")
+    index.write_text(json.dumps(content))
+    return shard, {"cut between files": "2 pairs, but its list says 4", "cut in a file": "unexpected end",
+                   "no tar": "tar", "more pairs": "5 pairs, but its list says 4", "one side": "more needs one file gt",
+                   "two of a side": "00000007-7_v1 needs one file img"}[case]
+
+
+USAGE = ["no list", "no json", "another list", "empty list", "missing", "shorter"]
+DAMAGE = ["cut between files", "cut in a file", "no tar", "more pairs", "one side", "two of a side"]
+
+
+@pytest.mark.parametrize("case", USAGE + DAMAGE)
+def test_a_set_that_cannot_be_used_is_named_in_one_line(shards, case):
+    file, said = spoil(shards, case)
+    with pytest.raises(UsageError if case in USAGE else ProcessError) as caught:
+        read(shards)
+    message = str(caught.value)
+    assert str(file) in message and said in message.lower() and "\n" not in message, message
+
+
+def test_a_shard_that_is_not_on_the_server_is_named(shards, serve):
+    (shards / "test-000002.tar").unlink()
+    server = serve()
+    with pytest.raises(ProcessError, match=rf"{server.url}/test-000002.tar: .*HTTP 404"):
+        read(server.url)
+    assert len(server.asked) == 4, "a file that is not there will not come"
+
+
+def test_the_buffer_shuffles_pairs_and_releases_none_before_it_is_read():
+    orders = [loader_streaming.buffered(range(100), 10, seed) for seed in ("a", "a", "b")]
+    assert orders[0] == orders[1] != orders[2]
+    for order in orders:
+        assert sorted(order) == list(range(100))
+        assert all(order.index(place) >= place - 10 for place in range(100))
+        assert sum(order[place] < place for place in range(100)) > 20
+    assert loader_streaming.buffered(range(5), 1, "a") == loader_streaming.buffered(range(5), 1, "b") == [*range(5)]
+
+
+def test_each_epoch_shuffles_the_shards_and_the_pairs(shards):
+    """Every reader has the same order of shards, whatever its part."""
+    found = tars.Shards(str(shards), "test", ("img", "gt"), 3)
+    cuts = pairs.Cuts(0, 1, 0, train=True)
+    parts = [loader_streaming.Stream(found, cuts, part, 1) for part in (range(5), range(5, 10))]
+    plans = [[part._plan(epoch, 0) for epoch in range(1, 7)] for part in parts]
+    shown = [[shard.url for shard in shards] for shards, _ in plans[0]]
+    assert shown == [[shard.url for shard in shards] for shards, _ in plans[1]]
+    assert len({tuple(urls) for urls in shown}) > 2
+    for part, plan in zip(parts, plans, strict=True):
+        assert all(sorted(order) == list(part.share) for _, order in plan)
+        assert len({tuple(order) for _, order in plan}) > 2
+
+
+def test_a_list_appears_only_when_its_shards_are_complete(shards, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        tars.write_shards([(str(tmp_path / "img" / "0.v1.JPG"), "nowhere.jpg")], shards, "test", 1)
+    with pytest.raises(UsageError, match="test.json"):
+        read(shards)
