@@ -128,15 +128,15 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
     sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
-    options = datasets.loader_options(args.workers, device, train_set)
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
 
     # new # FSDP: a forward pass gathers weights, so every rank must take part in each
     val_shard = datasets.EvenShard(len(val_set), rank, world_size)
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 

@@ -143,15 +143,15 @@ def main(args):
     micro_batches = shards.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
     sampler = DistributedSampler(train_set, 1, 0, seed=datasets.mix(args.seed), drop_last=True)
 
-    options = datasets.loader_options(args.workers, device, train_set)
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
 
     # new # PP
     val_shard = range(len(val_set))
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 

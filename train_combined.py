@@ -157,16 +157,16 @@ def main(args):
     if args.accum_steps > local_batch_size:
         raise errors.UsageError(f"--accum-steps {args.accum_steps} > {local_batch_size} samples per process")
 
-    options = datasets.loader_options(args.workers, device, train_set)
+    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
 
     # new # elastic: loader workers ignore the scheduler's signals; this process handles them
-    options["worker_init_fn"] = signals.shield_worker
+    options = [of_set | {"worker_init_fn": signals.shield_worker} for of_set in options]
 
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
     val_shard = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
@@ -182,7 +182,7 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # new # combined: block by block, inside DDP: equal blocks compile once, and no graph ends at a bucket
+    # new # combined: DDP: block by block: equal blocks compile once, and no graph ends at a bucket
     for block in models.blocks(model) if args.compile else []:
         block.compile()
 
@@ -202,7 +202,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
-    # new # combined: fp16 skips a step that overflows; warm-up and average count the steps that are taken
+    # new # combined: amp: fp16 skips a step that overflows; warm-up and average count the others
     state["warm_up"] = recipe.WarmUp(optimizer, scheduler, args.warm_up)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
     if average:
@@ -283,13 +283,13 @@ def main(args):
             with parallel_model.no_sync():
                 for part, part_labels in parts:
 
-                    # new # combined: autocast for each micro-batch
+                    # new # combined: amp + grad_accum: autocast for each micro-batch
                     with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
                         loss = train_criterion(parallel_model(normalize(part)), part_labels)
 
                     loss = loss * len(part_labels) / local_batch_size
 
-                    # new # combined: one scale for all micro-batches of a step, or their sum would be wrong
+                    # new # combined: amp + grad_accum: one scale per step, or the sum would be wrong
                     scaler.scale(loss).backward()
 
                     loss_sum += loss.detach()
@@ -300,7 +300,7 @@ def main(args):
             # new # amp: autocast picks the precision of each operation; backward follows it
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
-                # new # combined
+                # new # combined: amp: the loss of training, which can smooth labels
                 loss = train_criterion(parallel_model(normalize(images)), labels)
 
             # new # grad_accum: weight by size: micro-batches may differ in size
@@ -355,7 +355,7 @@ def main(args):
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
 
-        # new # combined: the average takes rank 0's statistics, too
+        # new # combined: DDP: the average takes rank 0's statistics, too
         if average:
             for own, buffer in zip(average.module.buffers(), model.buffers()):
                 own.copy_(buffer)
@@ -389,7 +389,7 @@ def main(args):
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
 
-        # new # combined: fewer than the steps, if fp16 skipped some
+        # new # combined: amp: fewer than the steps, if fp16 skipped some
         scalars["updates"] = state["warm_up"].done
 
         for name, value in scalars.items():

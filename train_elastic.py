@@ -136,16 +136,16 @@ def main(args):
     # new # elastic
     sampler = ResumableSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
-    options = datasets.loader_options(args.workers, device, train_set)
+    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
 
     # new # elastic: loader workers ignore the scheduler's signals; this process handles them
-    options["worker_init_fn"] = signals.shield_worker
+    options = [of_set | {"worker_init_fn": signals.shield_worker} for of_set in options]
 
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
     val_shard = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 

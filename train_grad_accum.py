@@ -113,12 +113,12 @@ def main(args):
     if args.accum_steps > local_batch_size:
         raise errors.UsageError(f"--accum-steps {args.accum_steps} > {local_batch_size} samples per process")
 
-    options = datasets.loader_options(args.workers, device, train_set)
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options)
+    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
     val_shard = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 

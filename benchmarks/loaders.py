@@ -4,17 +4,22 @@
     python -m benchmarks.loaders --rounds 15 --pairs 768
 
 Each round reads one epoch of the same JPEG files with each contender. The bare loop runs one process per core, which
-does the same work and nothing else. `loader.py` and the PIL loader (typical of published code) have one worker per
-core. `loader_DALI` has one thread per core; on a GPU, it uses the GPU's decoders. "DALI workers" adds two processes
-that read the files. On a busy machine, CPU time per pair says more than pairs per second.
+does the same work and nothing else. `loader.py`, `loader_streaming` and the PIL loader (typical of published code)
+have one worker per core; `loader_streaming` reads the files from tar shards. `loader_DALI` has one thread per core; on
+a GPU, it uses the GPU's decoders. "DALI workers" adds two processes that read the files. On a busy machine, CPU time
+per pair says more than pairs per second.
+
+The tasks differ in the size of the photos, in what becomes of them, and in whether the files are in the page cache.
 """
 import importlib.metadata
 import math
 import os
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -24,86 +29,141 @@ from torchvision.io import ImageReadMode, decode_image, write_jpeg
 from torchvision.transforms import v2
 
 import loader
+import loader_streaming
 from benchmarks import measure
 from benchmarks.tables import RESULTS, around, ratio, save, spread, table
-from common import cli, devices, errors, launch, pairs
+from common import cli, devices, errors, launch, pairs, tars
 
-WIDTH, HEIGHT, RESIZE, CROP, BATCH, SEED = 640, 480, 256, 224, 8, 1234
-RATIOS = {("loader.py", "bare loop"): 0.85, ("loader.py", "PIL loader"): 2.0,  # the lowest acceptable ratios
-          ("loader_DALI", "loader.py"): "-", ("loader_DALI", "bare loop"): "-"}
-FIRST_BATCH = 0.2  # seconds; the limit for the first batch of a later epoch
+
+class Task(NamedTuple):
+    """Photos of `width` x `height`, whose shorter side becomes `resize` (0: is kept), cut to a square of `crop`."""
+
+    name: str
+    width: int
+    height: int
+    resize: int
+    crop: int
+    cold: bool = False
+
+
+TASKS = [Task("640x480 to 256, crop 224", 640, 480, 256, 224), Task("2040x1356 to 256, crop 224", 2040, 1356, 256, 224),
+         Task("2040x1356, crop 256", 2040, 1356, 0, 256),
+         Task("640x480 to 256, crop 224, cold", 640, 480, 256, 224, True)]
+BATCH, SEED, PER_SHARD = 8, 1234, 16
+AHEAD = 5  # batches that DALI may read ahead: 2 by default, 2 in its queues of workers, 1 in work
+RATIOS = [("loader.py", "bare loop"), ("loader.py", "PIL loader"), ("loader_streaming", "loader.py"),
+          ("loader_DALI", "loader.py"), ("loader_DALI", "bare loop")]
+WANTED = {("loader.py", "bare loop"): 0.97, ("loader.py", "PIL loader"): 2.0}  # in the first task
 CORES = launch.cores_per_process()
 LIBRARIES = ("torchvision", "pillow", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
 
 
-def make_files(folder: Path, count: int) -> None:
-    """Write `count` pairs of JPEG files; they repeat after 48."""
+def make_files(folder: Path, count: int, width: int, height: int) -> None:
+    """Write `count` pairs of JPEG files, which repeat after 48, and the same pairs in shards."""
     for number in range(min(count, 48)):
         generator = torch.Generator().manual_seed(number)
-        sharp = pairs.scene(HEIGHT, WIDTH, generator)
+        sharp = pairs.scene(height, width, generator)
         for side, image in (("gt", sharp), ("img", pairs.motion_blur(sharp, generator))):
             (folder / "train" / side).mkdir(parents=True, exist_ok=True)
             for copy in range(number, count, 48):
                 path = folder / "train" / side / f"{copy:04}.jpg"
                 write_jpeg((image * 255).round().to(torch.uint8), str(path), quality=92)
+    tars.write_shards(pairs.find_pairs(folder, "train", "img", "gt"), folder / "shards", "train", PER_SHARD)
 
 
-def bare_work(pair_list: list) -> int:
+def drop_from_cache(folder: Path) -> None:
+    """Let the next reads of all files below the folder go to the disk."""
+    for path in folder.rglob("*.*"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # a page that is not written yet stays
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bare_work(pair_list: list, task: Task) -> int:
     """Do a loader's work on some pairs, batch by batch; return the number of pairs."""
     for first in range(0, len(pair_list), BATCH):
         chosen = pair_list[first:first + BATCH]
-        batch = torch.empty(2, len(chosen), 3, CROP, CROP, dtype=torch.uint8)
+        batch = torch.empty(2, len(chosen), 3, task.crop, task.crop, dtype=torch.uint8)
         for place, paths in enumerate(chosen):
             draws = torch.rand(4).tolist()
             for side, path in enumerate(paths):
-                image = v2.functional.resize(decode_image(path, mode=ImageReadMode.RGB), [RESIZE], antialias=True)
-                top, left = (int(draw * (size - CROP + 1)) for draw, size in zip(draws[:2], image.shape[1:]))
-                image = image[:, top:top + CROP, left:left + CROP]
+                image = decode_image(path, mode=ImageReadMode.RGB)
+                if task.resize:
+                    image = v2.functional.resize(image, [task.resize], antialias=True)
+                top, left = (int(draw * (size - task.crop + 1)) for draw, size in zip(draws[:2], image.shape[1:]))
+                image = image[:, top:top + task.crop, left:left + task.crop]
                 axes = [axis for axis, draw in zip((1, 2), draws[2:]) if draw < 0.5]
                 batch[side, place] = image.flip(axes) if axes else image
         batch.float().div_(127.5).sub_(1)
     return len(pair_list)
 
 
-class PILPairs(list):
+class PILPairs:
     """Pairs of paths that are read one at a time through PIL, as in most published code for paired images."""
 
-    transform = v2.Compose([  # draws once for both images
-        v2.Resize(RESIZE), v2.ToImage(), v2.RandomCrop(CROP), v2.RandomHorizontalFlip(), v2.RandomVerticalFlip(),
-        v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)])
+    def __init__(self, pair_list: list, task: Task) -> None:
+        self.pair_list = pair_list
+        self.transform = v2.Compose([  # draws once for both images
+            *([v2.Resize(task.resize)] if task.resize else []), v2.ToImage(), v2.RandomCrop(task.crop),
+            v2.RandomHorizontalFlip(), v2.RandomVerticalFlip(), v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5] * 3, [0.5] * 3)])
 
-    def __getitem__(self, index):
-        return self.transform(*(Image.open(path).convert("RGB") for path in super().__getitem__(index)))
+    def __len__(self) -> int:
+        return len(self.pair_list)
+
+    def __getitem__(self, index: int):
+        return self.transform(*(Image.open(path).convert("RGB") for path in self.pair_list[index]))
 
 
-def read_epoch(batches, device: torch.device) -> tuple[int, float]:
-    """Read one epoch, copy it to the device, and return the number of pairs and the seconds until the first batch."""
-    count, first, start = 0, None, time.perf_counter()
-    for images, targets in batches:
+def read_epoch(batches, device: torch.device, ahead: int = 0) -> dict:
+    """Read one epoch, copy it to the device, and return what was measured.
+
+    Without the first `ahead` batches: DALI reads as many ahead for the next epoch, while other contenders are measured.
+    """
+    count, first, cpu, start = 0, math.nan, cpu_seconds(), time.perf_counter()
+    for number, (images, targets) in enumerate(batches, 1):
         images, targets = images.to(device), targets.to(device)
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        first = first or time.perf_counter() - start
-        count += len(images)
-    return count, first
+        if number == 1:
+            first = time.perf_counter() - start
+        if number <= ahead:
+            cpu, start = cpu_seconds(), time.perf_counter()
+        else:
+            count += len(images)
+    return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu,
+            "first_batch_seconds": first}
 
 
-def contenders(folder: Path, device: torch.device, with_dali: bool) -> dict:
-    """Return {name: function}, one for each contender: it reads one epoch and returns the same as `read_epoch`."""
-    args = SimpleNamespace(data_source=folder, split="train", img_dir="img", gt_dir="gt", resize=RESIZE,
-                           crop=CROP, batch_size=BATCH, workers=CORES, seed=SEED, device=str(device))
-    pair_list = pairs.find_pairs(folder, "train", "img", "gt")
-    shares = [pair_list[share::CORES] for share in range(CORES)]
-    pool = mp.get_context("fork").Pool(CORES, torch.set_num_threads, (1,))
-    usual = DataLoader(PILPairs(pair_list), BATCH, shuffle=True, num_workers=CORES, drop_last=True,
-                       persistent_workers=True, pin_memory=device.type != "cpu")
-    loaders = {"loader.py": loader.build_loader(args), "PIL loader": usual}
-    if with_dali:
+def run_bare_loop(pool, shares: list) -> dict:
+    """Let each process of the pool do the work for its share, and return what was measured."""
+    cpu, start = cpu_seconds(), time.perf_counter()
+    count = sum(pool.starmap(bare_work, shares, chunksize=1))
+    return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu,
+            "first_batch_seconds": math.nan}
+
+
+def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) -> dict:
+    """Return {name: function}, one for each contender: it reads one epoch and returns what was measured."""
+    args = SimpleNamespace(data_source=folder, split="train", img_dir="img", gt_dir="gt", resize=task.resize,
+                           crop=task.crop, batch_size=BATCH, workers=CORES, seed=SEED, device=str(device))
+    of_shards = SimpleNamespace(**vars(args) | {"data_source": str(folder / "shards"), "shuffle_buffer": 4 * BATCH})
+    loaders = {"loader.py": loader.build_loader(args), "loader_streaming": loader_streaming.build_loader(of_shards)}
+    found = {}
+    if not task.cold:
+        pair_list = pairs.find_pairs(folder, "train", "img", "gt")
+        shares = [(pair_list[share::CORES], task) for share in range(CORES)]
+        pool = mp.get_context("fork").Pool(CORES, torch.set_num_threads, (1,))
+        found["bare loop"] = lambda: run_bare_loop(pool, shares)
+        loaders["PIL loader"] = DataLoader(PILPairs(pair_list, task), BATCH, shuffle=True, num_workers=CORES,
+                                           drop_last=True, persistent_workers=True, pin_memory=device.type != "cpu")
+    found |= {name: lambda batches=batches: read_epoch(batches, device) for name, batches in loaders.items()}
+    if with_dali and not task.cold:
         import loader_DALI
         for name, workers in (("loader_DALI", 0), ("DALI workers", 2)):
-            loaders[name] = loader_DALI.build_loader(SimpleNamespace(**vars(args) | {"workers": workers}))
-    return {"bare loop": lambda: (sum(pool.map(bare_work, shares, chunksize=1)), None),
-            **{name: lambda batches=batches: read_epoch(batches, device) for name, batches in loaders.items()}}
+            batches = loader_DALI.build_loader(SimpleNamespace(**vars(args) | {"workers": workers}))
+            found[name] = lambda batches=batches: read_epoch(batches, device, AHEAD)
+    return found
 
 
 def cpu_seconds() -> float:
@@ -112,48 +172,63 @@ def cpu_seconds() -> float:
 
 
 def report(runs: list[dict]) -> str:
-    """Return two tables: the results of each contender, and ratios within the rounds."""
-    found = {run["contender"]: ([], [], []) for run in runs}
-    for run in runs:
-        values = run["pairs"] / run["seconds"], 1000 * run["cpu_seconds"] / run["pairs"], run["first_batch_seconds"]
-        for row, value in zip(found[run["contender"]], values):
-            row.append(value or math.nan)
-    rows = [[name, around(spread(speed), ".0f"), around(spread(cost)), around(spread(first), ".3f").replace("nan", "-")]
-            for name, (speed, cost, first) in found.items()]
-    ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
-               around(ratio(found[other][1], found[one][1])), wanted]
-              for (one, other), wanted in RATIOS.items() if one in found]
-    return (table(["contender", "pairs/s", "CPU, ms per pair", f"first batch, s (at most {FIRST_BATCH} wanted)"], rows)
-            + "\n\n" + table(["ratio", "of pairs/s", "by CPU time", "at least wanted"], ratios))
+    """Return two tables for each task: the results of each contender, and ratios within the rounds."""
+    texts = []
+    for task in TASKS:
+        found: dict = {}
+        for run in (run for run in runs if run["task"] == task.name):
+            values = run["pairs"] / run["seconds"], 1000 * run["cpu_seconds"] / run["pairs"], run["first_batch_seconds"]
+            for row, value in zip(found.setdefault(run["contender"], ([], [], [])), values):
+                row.append(value)
+        rows = [[name, around(spread(speed), ".0f"), around(spread(cost)),
+                 around(spread(first), ".3f").replace("nan", "-")] for name, (speed, cost, first) in found.items()]
+        wanted = WANTED if task == TASKS[0] else {}
+        ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
+                   around(ratio(found[other][1], found[one][1])), wanted.get((one, other), "-")]
+                  for one, other in RATIOS if one in found and other in found]
+        texts += [f"{task.name}:", table(["contender", "pairs/s", "CPU, ms per pair", "first batch, s"], rows),
+                  table(["ratio", "of pairs/s", "by CPU time", "at least wanted"], ratios)]
+    return "\n\n".join(texts)
+
+
+def measure_task(task: Task, base: str, count: int, rounds: int, device: torch.device, with_dali: bool) -> list[dict]:
+    """Return the runs of all contenders at a task, in turns."""
+    torch.set_num_threads(1)  # only in this process: it leaves the cores to those that decode
+    folder, runs = Path(base, f"{task.width}x{task.height}"), []
+    if not folder.exists():
+        make_files(folder, count if task.width == 640 else count // 3, task.width, task.height)
+    found = contenders(folder, task, device, with_dali)
+    for epoch in found.values():
+        epoch()  # starts the workers and fills the file cache
+    for number, name in measure.in_turns(list(found), rounds):
+        if task.cold:
+            drop_from_cache(folder)
+        runs.append({"task": task.name, "round": number + 1, "contender": name} | found[name]())
+    return runs
 
 
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--rounds", type=cli.positive_int, default=9, help="epochs of each contender")
-    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="pairs of images; at most 48 are distinct")
+    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="of 640x480; a third as many large ones")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
     args = parser.parse_args()
     device = devices.select_device(args.device)
-    torch.set_num_threads(1)  # only in this process: it leaves the cores to those that decode
     versions = {package.name.lower(): package.version for package in importlib.metadata.distributions()
                 if package.name.lower() in LIBRARIES}
-    settings = {"pairs": args.pairs, "image": [WIDTH, HEIGHT], "resize": RESIZE, "crop": CROP, "batch_size": BATCH}
     content = {"machine": measure.machine(device, "loader*.py", "common", "benchmarks/*.py") | versions, "cores": CORES,
-               "load_before": round(os.getloadavg()[0], 2), "settings": settings | {"rounds": args.rounds}, "runs": []}
+               "load_before": round(os.getloadavg()[0], 2), "runs": [],
+               "settings": {"tasks": [task._asdict() for task in TASKS], "pairs": args.pairs, "batch_size": BATCH,
+                            "pairs_per_shard": PER_SHARD, "rounds": args.rounds}}
     with_dali = any("dali" in name for name in versions)
     if not with_dali:
         print("without DALI: it is not installed (requirements-dali.txt)")
-    with tempfile.TemporaryDirectory() as folder:
-        make_files(Path(folder), args.pairs)
-        found = contenders(Path(folder), device, with_dali)
-        for epoch in found.values():
-            epoch()  # starts the workers and fills the file cache
-        for number, name in measure.in_turns(list(found), args.rounds):
-            cpu, start = cpu_seconds(), time.perf_counter()
-            count, first = found[name]()
-            content["runs"].append({"round": number + 1, "contender": name, "pairs": count,
-                                    "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu,
-                                    "first_batch_seconds": first})
+    with tempfile.TemporaryDirectory() as base:
+        for task in TASKS:
+            # a fresh process: one that has threads must not fork the bare loop's processes
+            with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:
+                content["runs"] += process.submit(measure_task, task, base, args.pairs, args.rounds, device,
+                                                  with_dali).result()
     save(RESULTS / "loaders.json", content)
     print(f"{args.pairs} pairs, {args.rounds} rounds: median (lowest to highest)\n\n{report(content['runs'])}")
 

@@ -59,6 +59,18 @@ def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
     assert accuracy == epochs(result.out)[-1]["accuracy"]
 
 
+@pytest.mark.drill
+def test_the_average_is_measured_and_saved_with_the_statistics_of_the_model(photos, tmp_path):
+    """Those of rank 0: the average has no other source of BatchNorm's statistics."""
+    good(run(*TORCHRUN, "--nproc-per-node=2", "train_combined.py", *RESNET, "--precision", "fp32", "--accum-steps", "1",
+             "--ema", "0.5", "--workers", "0", "--data-path", photos, "--output-dir", tmp_path))
+    content = load(tmp_path / "last.pt")
+    statistics = [name for name in content["model"] if "running" in name or "num_batches" in name]
+    assert len(statistics) == 60 and content["model"]["bn1.num_batches_tracked"] == 4
+    for name, value in content["model"].items():
+        assert content["average"][f"module.{name}"].equal(value) == (name in statistics), name
+
+
 def test_a_process_may_have_nothing_to_evaluate(photos, tmp_path):
     """One picture for two processes (and so one class): nothing waits for both of them, BatchNorm's buffers neither."""
     for split, numbers in (("train", range(4)), ("val", [4])):
