@@ -41,6 +41,33 @@ def test_every_script_says_when_to_use_it():
     assert all(f"<dd>{texts.inline(text)}</dd>" in page for pair in uses.values() for text in pair)
 
 
+def test_a_marker_names_the_ideas_that_meet():
+    def ideas(tag, reason=""):
+        tags = {"DDP", "amp", "grad_accum", "yolov3", "yolov3_DDP", "combined"}
+        return build_page.ideas_of(markers.Block(1, 2, tag, reason), tags)
+
+    assert ideas("combined", "amp + grad_accum: one scale: why") == ["combined", "amp", "grad_accum"]
+    assert ideas("combined", "amp: why") == ["combined", "amp"]
+    assert ideas("yolov3_DDP", "why") == ["yolov3", "DDP"]
+    assert ideas("grad_accum", "no METRICS: why") == ["grad_accum"]
+    assert ideas("DDP", "first: why") == ["DDP"]
+    with pytest.raises(markers.BrokenRule, match="no block of one"):
+        ideas("combined", "amp + grad_acum: why")
+
+
+@pytest.mark.parametrize("path", [path for path in markers.scripts() if len(markers.parents_of(path)) > 1],
+                         ids=lambda path: path.name)
+def test_a_merging_script_names_each_idea_whose_lines_it_replaces(path):
+    tags = {block.tag for block in markers.find_blocks(path)}
+    named = {idea for block in markers.compare(path) for idea in build_page.ideas_of(block, tags)}
+    kept = {line.strip() for line in path.read_text().splitlines()}
+    for parent in markers.parents_of(path):
+        lines = parent.read_text().splitlines()
+        for block in markers.compare(parent):
+            if not kept.issuperset(line.strip() for line in lines[block.first - 1:block.last]):
+                assert not named.isdisjoint(build_page.ideas_of(block, tags)), lines[block.first - 1]
+
+
 def test_a_wrong_line_fits_where_the_right_one_stands():
     for trap in texts.read_traps(DOCS / "pitfalls.md").values():
         text = (ROOT / trap.file).read_text()

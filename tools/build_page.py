@@ -80,6 +80,22 @@ def read_scripts(root: Path = ROOT) -> Scripts:
     return placed
 
 
+def ideas_of(block: markers.Block, tags: set[str]) -> list[str]:
+    """Return the tags of the ideas that a block of a script with these tags belongs to.
+
+    A tag can consist of two (`yolov3_DDP`). A reason can begin with others (`combined: amp + grad_accum: why`).
+    """
+    parts = block.tag.split("_")
+    own = parts if tags.issuperset(parts) else [block.tag]
+    match = re.match(r"([\w-]+(?: \+ [\w-]+)*): ", block.reason)
+    named = match[1].split(" + ") if match else []
+    if tags.issuperset(named):
+        return own + named
+    if named[1:]:
+        raise markers.BrokenRule(f"# new # {block.tag}: {block.reason}: the script has no block of one of these ideas")
+    return own
+
+
 def read_uses(path: Path) -> dict[str, tuple[str, str]]:
     """Return {script: (when to use it, when not)} from the table of scripts in README.md."""
     lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
@@ -109,12 +125,14 @@ def build(root: Path = ROOT) -> str:
     uses = read_uses(root / "README.md")
     _check(root, scripts, traps, parts)
 
-    data, counts = _comparisons(scripts, traps, parts)
+    data, ideas, counts = _comparisons(scripts, traps, parts)
     fill = {
         "css": (TOOLS / "page.css").read_text(),
         "js": (TOOLS / "page.js").read_text(),
         "data": json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
         "tree": _tree(scripts, counts, uses, None),
+        "ideas": "".join(f'<button type="button" class="t t{data["tags"].index(idea) % 8}" data-idea="{idea}" '
+                         f'aria-pressed="false">{idea}</button>' for idea in ideas),
         "options": "".join(f"<option>{name}</option>" for name in scripts),
         "contents": "".join(f'<li><a href="#{name}">{texts.inline(heading)}</a></li>'
                             for name, heading, _ in parts),
@@ -125,8 +143,8 @@ def build(root: Path = ROOT) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], page)
 
 
-def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> tuple[dict, dict]:
-    """Return (the data for page.js, {(left, right): changed lines})."""
+def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> tuple[dict, list, dict]:
+    """Return (the data for page.js, the ideas to choose from, {(left, right): changed lines})."""
     table: list[str] = []
     places: dict[str, int] = {}  # the scripts share most lines, so store each line once
 
@@ -148,14 +166,18 @@ def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) ->
             steps, count, changes = diffs.compare(scripts[left], scripts[right], notes_for)
             pairs[f"{a},{b}"] = [count, changes, steps]
             counts[left, right] = count
+    ideas = {script.name: [ideas_of(block, {block.tag for block in script.marked}) for block in script.marked]
+             for script in scripts.values()}
     listed = [{"name": script.name, "parents": script.parents, "doc": script.docstring_end,
-               "blocks": [[block.first - 1, block.last - 1, block.tag] for block in script.marked],
+               "blocks": [[block.first - 1, block.last - 1, block.tag, found]
+                          for block, found in zip(script.marked, ideas[script.name], strict=True)],
                "lines": [place(line) for line in texts.color("\n".join(script.lines))]}
               for script in scripts.values()]
     tags = list(dict.fromkeys(block.tag for script in scripts.values() for block in script.marked))
+    used = {idea for blocks in ideas.values() for found in blocks for idea in found}
     return {"scripts": listed, "tags": tags, "table": table, "pairs": pairs,
             "traps": {trap.name: trap.title for trap in traps.values()},
-            "parts": {name: heading for name, heading, _ in parts}}, counts
+            "parts": {name: heading for name, heading, _ in parts}}, [tag for tag in tags if tag in used], counts
 
 
 def _tree(scripts: Scripts, counts: dict, uses: dict[str, tuple[str, str]], parent: str | None) -> str:

@@ -3,6 +3,7 @@
     python tools/markers.py          # prints scripts, parents and numbers of changed lines, or the first broken rule
 
 1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is the file name after `_`: amp, DDP.
+   The reason can begin with tags of other ideas that the block adapts to: `# new # combined: amp + grad_accum: why`.
 2. A block runs to the next blank line, and includes all of any `def` or `class` that begins in it.
 3. The module docstring names the parents (`Parent: train.py` or `Parents: A.py, B.py`) and is exempt.
 4. Everything else, including ancestors' blocks and blank lines, is in a parent. An own block replaces any missing line.
@@ -55,10 +56,9 @@ def find_blocks(path: Path) -> list[Block]:
     ends = {min(part.lineno for part in [node, *node.decorator_list]): node.end_lineno or 0
             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for number, line in enumerate(lines, 1):
-        match = MARKER.fullmatch(line)
         if not re.search(r"#\s*new\b", line, re.I) or blocks and number <= blocks[-1].last:
             continue
-        if not match:
+        if not (match := MARKER.fullmatch(line)):
             raise BrokenRule(f"{path}:{number}: a marker is '# new # TAG' or '# new # TAG: why' on its own line")
         blocks.append(Block(number, number, match[1], match[2] or ""))
         while blocks[-1].last < len(lines) and lines[blocks[-1].last].strip():

@@ -1,14 +1,17 @@
 "use strict"
-// Shows two scripts side by side. tools/diffs.py aligns their lines when the page is built.
+// Shows two scripts side by side, or the blocks of chosen ideas in one script.
+// tools/diffs.py aligns the lines of two scripts when the page is built.
 
 const CONTEXT = 3 // unchanged lines to keep visible before and after a change
 const byId = id => document.getElementById(id)
 const {scripts, tags, table, pairs, traps, parts} = JSON.parse(byId("data").textContent)
 const numberOf = Object.fromEntries(scripts.map((script, number) => [script.name, number]))
 const FIRST = scripts.findIndex(script => script.parents.length) // the default: the first script that has a parent
+const START = {left: numberOf[scripts[FIRST].parents[0]], right: FIRST, chosen: [], change: -1}
 const narrow = matchMedia("(max-width: 60rem)")
 
 let left, right // the numbers of the two scripts shown
+let chosen = [] // the ideas whose blocks are shown, in one script; none: the page compares two scripts
 let current = -1 // the index of the selected change, or -1
 let unfolded = false
 let scrollToIt = true
@@ -25,21 +28,30 @@ const stored = name => { try { return localStorage[name] } catch { return undefi
 const store = (name, value) => { try { localStorage[name] = value } catch {} }
 const escape = text => text.replace(/[&<>"]/g, mark => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})[mark])
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`
+const list = words => new Intl.ListFormat("en").format(words)
 const say = text => { byId("live").textContent = text }
 
 // ---------------------------------------------------------------- what to show
 
 function readAddress() {
-  const match = decodeURIComponent(location.hash.slice(1)).match(/^(.+?)\.\.\.(.+?)(?::(\d+))?$/)
-  if (!match || !(match[1] in numberOf) || !(match[2] in numberOf)) return null
-  return {left: numberOf[match[1]], right: numberOf[match[2]], change: match[3] ? match[3] - 1 : -1}
+  const [, names, from, to, change] = decodeURIComponent(location.hash.slice(1))
+    .match(/^(?:ideas=(.+?)|(.+?)\.\.\.(.+?))(?::(\d+))?$/) || []
+  const chosen = names ? names.split("+") : []
+  const [left, right] = names ? [scriptOf(chosen), scriptOf(chosen)] : [numberOf[from], numberOf[to]]
+  return left >= 0 && right >= 0 ? {left, right, chosen, change: change ? change - 1 : -1} : null
 }
 
-const address = () => `#${scripts[left].name}...${scripts[right].name}`
+// Returns the number of the first script that has blocks of all these ideas, or -1.
+const scriptOf = wanted => scripts.findIndex(({blocks}) =>
+  wanted.every(idea => blocks.some(([, , , ideas]) => ideas.includes(idea))))
+const addressOf = wanted => wanted.length ? `#ideas=${wanted.join("+")}`
+  : `#${scripts[left].name}...${scripts[right].name}`
+const address = () => addressOf(chosen)
 const isChild = (child, parent) => scripts[child].parents.includes(scripts[parent].name)
 
 // Walks down both scripts and returns stretches: {kind: "same" | "change" | "doc", rows, reason, traps, parts}.
 function stretches() {
+  if (chosen.length) return blocksOfIdeas()
   const turned = left > right
   const [, , steps] = left === right ? [0, 0, [scripts[left].lines.length]]
     : pairs[turned ? `${right},${left}` : `${left},${right}`]
@@ -79,6 +91,21 @@ function stretches() {
   }
   for (const stretch of found) stretch.rows = stretch.rows.map(withoutHidden).filter(row => row.i !== null || row.j !== null)
   return found.filter(({rows}) => rows.length)
+}
+
+// Returns the stretches of one script; each block of a chosen idea is a change, and `meet` holds its chosen ideas.
+function blocksOfIdeas() {
+  const found = [], lines = sourceOf(left).split("\n")
+  for (let line = 0; line < scripts[left].lines.length; line++) {
+    const [first, , , ideas] = scripts[left].blocks.find(block => block[0] <= line && line <= block[1]) || []
+    const meet = chosen.filter(idea => ideas?.includes(idea))
+    const kind = meet.length ? "change" : "same"
+    if (kind === "change" ? line === first : kind !== found.at(-1)?.kind) {
+      found.push({kind, meet, rows: [], reason: lines[first]?.match(/: (.*)/)?.[1] ?? ""})
+    }
+    found.at(-1).rows.push({kind: "=", i: line, j: line})
+  }
+  return found
 }
 
 // Removes lines of hidden blocks from a row; the line on the other side stays.
@@ -131,7 +158,7 @@ function unifiedRows(rows) {
   const out = [], removed = [], added = []
   const line = (side, row, kind, ranges) => {
     const shown = side ? row.j : row.i
-    const old = side && kind ? null : row.i
+    const old = side && kind || left === right ? null : row.i
     out.push(`<tr>${numberCell(0, old, kind, "only")}${numberCell(1, side ? row.j : null, kind)}` +
       `${codeCell(side, shown, kind, ranges)}</tr>`)
   }
@@ -162,11 +189,11 @@ function fold(rows, number, columns, render, before, after) {
   const keepFirst = before ? CONTEXT : 0, keepLast = after ? CONTEXT : 0
   const folded = rows.slice(keepFirst, rows.length - keepLast)
   const lines = folded.filter(row => "=".includes(row.kind)).length
-  if (lines < 4 || left === right) return `<tbody>${render(rows).join("")}</tbody>`
+  if (lines < 4 || left === right && !chosen.length) return `<tbody>${render(rows).join("")}</tbody>`
   const [first, last] = [folded[0], folded.at(-1)].map(row => (row.j ?? row.i) + 1)
   return `<tbody>${render(rows.slice(0, keepFirst)).join("")}</tbody>` +
     `<tbody class="fold"><tr><td colspan="${columns}"><button type="button" aria-expanded="${unfolded}"` +
-    ` aria-controls="fold-${number}">⋯ ${plural(lines, "unchanged line")}` +
+    ` aria-controls="fold-${number}">⋯ ${plural(lines, chosen.length ? "other line" : "unchanged line")}` +
     `<span class="sr"> near line ${first} to ${last}</span></button></td></tr></tbody>` +
     `<tbody id="fold-${number}"${unfolded ? "" : " hidden"}>${render(folded).join("")}</tbody>` +
     `<tbody>${keepLast ? render(rows.slice(-keepLast)).join("") : ""}</tbody>`
@@ -189,15 +216,19 @@ function draw() {
     changes++
     const lines = kind => stretch.rows.filter(row => row.kind === kind).length
     const west = isChild(left, right) || (!isChild(right, left) && lines("l") > lines("a"))
-    return `<tbody class="change${marked ? " new" : ""}${west ? " west" : ""}" id="change-${changes}" tabindex="-1"` +
-      ` data-reason="${escape(stretch.reason)}">${render(stretch.rows).join("")}${notes(stretch, columns)}</tbody>`
+    const meeting = stretch.meet?.length > 1
+    const title = meeting ? `<tr><th colspan="${columns}" scope="rowgroup">${list(stretch.meet)} meet</th></tr>` : ""
+    return `<tbody class="change${marked ? " new" : ""}${west ? " west" : ""}${meeting ? " meeting" : ""}"` +
+      ` id="change-${changes}" tabindex="-1" data-reason="${escape(stretch.reason)}">${title}` +
+      `${render(stretch.rows).join("")}${notes(stretch, columns)}</tbody>`
   }).join("")
   const head = unified
     ? `<col class="n"><col class="n"><col>|<th>${from}</th><th>${to}</th><th>code</th>`
     : `<col class="n"><col><col class="n"><col>|<th></th><th scope="col">${from}</th><th></th><th scope="col">${to}</th>`
   const [cols, heads] = head.split("|")
-  byId("diff").innerHTML = `<table class="${unified ? "unified" : "split"}${isChild(left, right) ? " turned" : ""}">` +
-    `<caption class="sr">${from} beside ${to}</caption><colgroup>${cols}</colgroup>` +
+  const kind = `${unified ? "unified" : "split"}${isChild(left, right) ? " turned" : ""}${chosen.length ? " ideas" : ""}`
+  byId("diff").innerHTML = `<table class="${kind}">` +
+    `<caption class="sr">${left === right ? from : `${from} beside ${to}`}</caption><colgroup>${cols}</colgroup>` +
     `<thead${unified ? ' class="sr"' : ""}><tr>${heads}</tr></thead>${body}</table>`
   for (const cell of byId("diff").querySelectorAll("[data-parts]")) {
     const ranges = cell.dataset.parts.split(",").map(Number)
@@ -206,6 +237,7 @@ function draw() {
   byId("split").setAttribute("aria-pressed", !isUnified())
   byId("unified").setAttribute("aria-pressed", isUnified())
   byId("unfold").hidden = !byId("diff").querySelector(".fold")
+  drawIdeas()
   drawTags()
   drawHead(changes)
 }
@@ -213,10 +245,24 @@ function draw() {
 // Draws a button for each tag of the two scripts; it shows or hides the tag's blocks.
 function drawTags() {
   const present = new Set([...scripts[left].tagAt, ...scripts[right].tagAt].filter(tag => tag !== undefined))
-  byId("tags").hidden = !present.size
+  byId("tags").hidden = !present.size || chosen.length
   byId("tags").innerHTML = "<span>Blocks</span>" + [...present].sort((a, b) => a - b).map(tag =>
     `<button type="button" class="t t${tag % 8}" data-tag="${tag}" aria-pressed="${!hiddenTags.has(tag)}">` +
     `${tags[tag]}</button>`).join("")
+}
+
+// Presses the chosen ideas' buttons, and disables those that no script combines with the chosen ones.
+function drawIdeas() {
+  for (const button of byId("ideas").querySelectorAll("button")) {
+    button.setAttribute("aria-pressed", chosen.includes(button.dataset.idea))
+    button.disabled = scriptOf([...chosen, button.dataset.idea]) < 0
+    button.title = button.disabled ? "no script combines it with the chosen ideas" : ""
+  }
+}
+
+function toggleIdea(idea) {
+  const all = [...byId("ideas").querySelectorAll("button")].map(button => button.dataset.idea)
+  location.hash = addressOf(all.filter(one => chosen.includes(one) !== (one === idea)))
 }
 
 function toggleTag(tag) {
@@ -253,7 +299,11 @@ function drawHead(changes) {
   byId("copy-left").hidden = left === right
   const count = left === right ? 0 : pairs[left < right ? `${left},${right}` : `${right},${left}`][0]
   const places = `in ${plural(changes, "place")}`
-  byId("head").innerHTML = left === right ? `<strong>0</strong> changed lines: this is ${from.name} alone.`
+  const meetings = document.querySelectorAll("#diff .meeting").length
+  byId("head").innerHTML = chosen.length ? `<strong>${changes}</strong> ${changes === 1 ? "block" : "blocks"} of ` +
+      `${list(chosen)} in ${to.name}. ` +
+      (chosen.length > 1 ? `The ideas meet in <strong>${meetings || "none"}</strong> of them.` : "")
+    : left === right ? `<strong>0</strong> changed lines: this is ${from.name} alone.`
     : isChild(right, left) || isChild(left, right)
       ? `<strong>${count}</strong> changed lines from ${from.name} to ${to.name}, ${places}. ` +
         "<small>Blank lines, comments and the docstring do not count.</small>"
@@ -268,12 +318,14 @@ function drawHead(changes) {
 }
 
 function drawPosition(count = changeList().length) {
-  byId("position").textContent = current < 0 ? plural(count, "change") : `change ${current + 1} of ${count}`
-  document.querySelector(".steps").hidden = document.querySelector(".switch").hidden = !count
+  const noun = chosen.length ? "block" : "change"
+  byId("position").textContent = current < 0 ? plural(count, noun) : `${noun} ${current + 1} of ${count}`
+  document.querySelector(".steps").hidden = !count
+  document.querySelector(".switch").hidden = left === right
 }
 
 function show(choice) {
-  ({left, right} = choice)
+  ({left, right, chosen} = choice)
   current = -1
   draw()
   if (choice.change >= 0) step(choice.change, false)
@@ -298,7 +350,7 @@ function step(to, focus = true) {
   drawPosition(changes.length)
   const end = wanted < current ? ", the first" : wanted > current ? ", the last" : ""
   const reason = change.dataset.reason && `: ${change.dataset.reason}`
-  say(`change ${current + 1} of ${changes.length}${end}${reason}`)
+  say(`${chosen.length ? "block" : "change"} ${current + 1} of ${changes.length}${end}${reason}`)
   history.replaceState(null, "", `${address()}:${current + 1}`)
 }
 
@@ -383,6 +435,7 @@ byId("copy-right").addEventListener("click", event => copy(sourceOf(right), even
 document.addEventListener("click", event => {
   const button = event.target.closest("button")
   if (button?.dataset.copy) copy(button.dataset.copy, button, "the command")
+  if (button?.dataset.idea) toggleIdea(button.dataset.idea)
   if (button?.dataset.tag) toggleTag(+button.dataset.tag)
   if (button?.closest(".fold")) setFold(button, button.getAttribute("aria-expanded") !== "true")
   if (event.target.closest("a")?.hash === location.hash && readAddress()) arrive()
@@ -454,9 +507,10 @@ document.addEventListener("click", event => { clicked = Boolean(event.target.clo
 
 addEventListener("hashchange", () => {
   const choice = readAddress()
-  const wanted = choice || (location.hash ? null : {left: numberOf[scripts[FIRST].parents[0]], right: FIRST, change: -1})
+  const wanted = choice || (location.hash ? null : START)
   if (wanted) {
-    if (wanted.left !== left || wanted.right !== right || wanted.change !== current) show(wanted)
+    if (wanted.left !== left || wanted.right !== right || wanted.change !== current
+      || String(wanted.chosen) !== String(chosen)) show(wanted)
     if (choice && clicked && scrollToIt && choice.change < 0) arrive()
     say(byId("head").textContent)
   }
@@ -465,6 +519,6 @@ addEventListener("hashchange", () => {
 })
 
 drawTheme()
-show(readAddress() || {left: numberOf[scripts[FIRST].parents[0]], right: FIRST, change: -1})
+show(readAddress() || START)
 if (readAddress() && readAddress().change < 0) arrive()
 document.documentElement.dataset.ready = "yes"

@@ -268,7 +268,7 @@ def test_notes_stand_beside_their_blocks(page):
 
     shown_traps, shown_parts = set(), set()
     for left, right in FAMILIES:
-        choice = "{left: numberOf[arguments[0]], right: numberOf[arguments[1]], change: -1}"
+        choice = "{left: numberOf[arguments[0]], right: numberOf[arguments[1]], chosen: [], change: -1}"
         browser.execute_script(f"show({choice})", left, right)
         shown_traps |= set(script(browser, "[...document.querySelectorAll('#diff details')]"
                                            ".map(e => e.dataset.trap)"))
@@ -323,8 +323,9 @@ CONTRAST = (ROOT / "tests/programs/contrast.js").read_text()
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_everything_can_be_read(page, dark):
-    browser = page("#train.py...train_DDP.py", dark=dark)
+@pytest.mark.parametrize("address", ["#train.py...train_DDP.py", "#ideas=amp+grad_accum"])
+def test_everything_can_be_read(page, address, dark):
+    browser = page(address, dark=dark)
     press(browser, "j", "f")
     browser.execute_script("for (const part of document.querySelectorAll('details')) part.open = true")
     assert browser.execute_script(CONTRAST) == {}
@@ -394,6 +395,83 @@ def test_hiding_a_tag_leaves_the_rest(page):
         getComputedStyle(marker.closest("tr").querySelector(".n.s1")).boxShadow])""")
     colors = {text.split()[3]: edge for text, edge in edges if edge != "none"}
     assert colors.keys() == {"DDP", "amp"} and colors["DDP"] != colors["amp"]
+
+
+MEETING = "[...document.querySelectorAll('#diff .meeting')].map(block => block.innerText)"
+
+
+def test_chosen_ideas_show_their_blocks_and_where_they_meet(page):
+    from selenium.webdriver.common.keys import Keys
+
+    def button(idea):
+        return browser.find_element("css selector", f"[data-idea={idea}]")
+
+    def pressed():
+        return script(browser, "[...document.querySelectorAll('#ideas [aria-pressed=true]')].map(b => b.textContent)")
+
+    browser = page("#train_DDP.py...train_amp.py")
+    assert pressed() == []
+    button("amp").send_keys(Keys.SPACE)
+    assert becomes("ideas=amp", lambda: address(browser))
+    assert becomes([], lambda: script(browser, MEETING))  # one idea meets nothing
+    button("grad_accum").send_keys(Keys.ENTER)
+    assert becomes("ideas=amp+grad_accum", lambda: address(browser))
+    assert becomes(["amp", "grad_accum"], pressed)
+    assert script(browser, "document.activeElement.dataset.idea") == "grad_accum"
+    assert button("elastic").is_enabled() and not button("FSDP").is_enabled()
+
+    lines = (ROOT / "train_combined.py").read_text().splitlines()
+    names = {block.first: {block.tag, *re.findall(r"[\w-]+", block.reason.rpartition(": ")[0])}
+             for block in markers.find_blocks(ROOT / "train_combined.py")}
+    chosen = [first for first, found in names.items() if found & {"amp", "grad_accum"}]
+    both = [first for first, found in names.items() if found >= {"amp", "grad_accum"}]
+    assert len(both) >= 2
+    assert script(browser, "[...document.querySelectorAll('#diff .change')].map(block =>"
+                           " parseInt(block.querySelector('.n.s1').textContent))") == chosen
+    meeting = script(browser, MEETING)
+    assert all(lines[first - 1].strip() in text for first, text in zip(both, meeting, strict=True))
+    assert all(text.startswith("amp and grad_accum meet") for text in meeting)
+    assert any("scaler.scale(loss).backward()" in text for text in meeting)
+    said = browser.find_element("id", "live").get_attribute("textContent")
+    assert said == f"{len(chosen)} blocks of amp and grad_accum in train_combined.py. " \
+                   f"The ideas meet in {len(both)} of them."
+    assert browser.find_element("id", "head").text == said
+
+    press(browser, "j")
+    assert browser.find_element("id", "position").text == f"block 1 of {len(chosen)}"
+    assert address(browser) == "ideas=amp+grad_accum:1"
+    visible = "[...document.querySelectorAll('#diff .c.s1')].filter(e => e.checkVisibility()).map(e => e.textContent)"
+    assert len(script(browser, visible)) < len(lines) / 2
+    press(browser, "f")
+    assert script(browser, visible) == lines
+    browser.refresh()
+    assert len(script(browser, MEETING)) == len(both) and pressed() == ["amp", "grad_accum"]
+    browser.back()
+    assert becomes(["amp"], pressed)
+    browser.back()
+    assert becomes([], pressed)
+    assert becomes("train_DDP.py", lambda: browser.find_element("id", "left").get_attribute("value"))
+
+
+def test_the_address_keeps_the_chosen_ideas(page):
+    from selenium.webdriver.support.ui import Select
+
+    browser = page("#ideas=yolov3+DDP", width=390)
+    assert script(browser, "document.documentElement.scrollWidth") <= 390
+    own = markers.compare(ROOT / "train_yolov3_DDP.py")
+    meeting = zip(own, script(browser, MEETING), strict=True)
+    assert all(block.reason in " ".join(text.split()) for block, text in meeting)
+    page("#ideas=DDP+amp")
+    assert script(browser, MEETING) == []
+    assert browser.find_element("id", "head").text.endswith("in train_amp.py. The ideas meet in none of them.")
+    browser.find_element("css selector", "[data-idea=DDP]").click()  # train_amp.py has all of amp, too
+    assert becomes(True, lambda: browser.find_element("id", "head").text.endswith("blocks of amp in train_amp.py."))
+    Select(browser.find_element("id", "right")).select_by_visible_text("train_mp.py")
+    assert becomes("train_amp.py...train_mp.py", lambda: address(browser))
+    assert not browser.find_elements("css selector", "#ideas [aria-pressed=true], #ideas button:disabled")
+    for unknown in ("#ideas=amp+none", "#ideas=amp+FSDP", "#ideas="):
+        page(unknown)
+        assert browser.find_element("id", "right").get_attribute("value") == "minimal/train_DDP.py"
 
 
 def test_it_opens_as_fast_as_its_html(browser, tmp_path):
