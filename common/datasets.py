@@ -258,8 +258,8 @@ def collate(batch: Any) -> Any:
         raise UsageError(f"a sample is {what}; the scripts need tensors, arrays or numbers (for PIL images, "
                          "transform=torchvision.transforms.ToTensor())") from None
     except RuntimeError as error:
-        raise ProcessError(f"the samples of a batch differ in shape: {reason(error)}; crop or pad them, or set "
-                           "options[\"collate_fn\"] before the loaders are created") from None
+        raise ProcessError(f"the samples of a batch differ in shape: {reason(error)}; crop or pad them, or pass "
+                           "your own collate_fn to the loaders") from None
     if not all(isinstance(part, Tensor) for part in parts):
         raise UsageError(f"a sample is {' and '.join(map(_describe, sample))}; "
                          "the input and the target must be one tensor each")
@@ -273,7 +273,7 @@ def _describe(value: Any) -> str:
 
 
 def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
-    """Return the DataLoader arguments that all loaders of a script share.
+    """Return the DataLoader arguments for a dataset; the validation set may need fewer workers than the training set.
 
     `workers` defaults to this process's share of the host's cores minus one, at most 8 or the dataset's `most_workers`.
     Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned if the device can

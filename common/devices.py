@@ -1,4 +1,5 @@
 """Devices: select one for each process and configure torch for it."""
+import ctypes
 import os
 from collections.abc import Collection
 
@@ -16,9 +17,22 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
     process would open a context on device 0. Raises UsageError if the device is not available.
     """
     device = _choose(name, local_rank)
-    if local_rank is not None and device.type != "cpu":
+    if device.type == "cpu":
+        _keep_freed_memory()
+    elif local_rank is not None:
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed memory: what a step returns to Linux costs page faults in the next one (docs/speed.md).
+
+    The settings are those of https://man7.org/linux/man-pages/man3/mallopt.3.html. Other C libraries do not have them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt:
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks do not come from the heap; glibc takes no more
+        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD: what may be free at the end of the heap
 
 
 def count_processes(name: str | None) -> int:

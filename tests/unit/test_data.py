@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
 
-from common import datasets, models, pairs
+from common import datasets, launch, models, pairs
 from common.errors import ProcessError, UsageError, explain
 
 
@@ -139,6 +139,19 @@ def test_workers_see_the_epoch_of_any_dataset():
     train, _ = datasets.create_datasets("digits", "", 0, "")
     for dataset in (train, Subset(train, [0]), Samples([1])):  # these workers need not start again
         assert datasets.loader_options(1, torch.device("cpu"), dataset)["persistent_workers"]
+
+
+def test_each_set_has_as_many_workers_as_it_needs():
+    """Without augmentation, a set in memory needs none; files must be decoded in either case."""
+    images, labels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    free = launch.cores_per_process() - 1
+    for augment, most in (True, 2), (False, 0):
+        in_memory = datasets.ArrayDataset("cifar10", images, labels, 0, augment=augment)
+        files = datasets.FolderDataset([("0.png", 0)], 1, 0, augment=augment)
+        for dataset, expected in (in_memory, min(most, free)), (Subset(in_memory, [0]), min(most, free)), (
+                files, min(8, free)):
+            assert datasets.loader_options(None, torch.device("cpu"), dataset)["num_workers"] == expected
+        assert datasets.loader_options(3, torch.device("cpu"), in_memory)["num_workers"] == 3  # --workers wins
 
 
 BYTES = torch.tensor([0, 255], dtype=torch.uint8).repeat(6).reshape(2, 1, 2, 3).expand(2, 3, 2, 3)

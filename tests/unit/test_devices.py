@@ -1,7 +1,11 @@
 """Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 
 from common import devices
 from common.errors import UsageError
@@ -70,6 +74,24 @@ def test_without_an_accelerator_there_is_one_cpu():
         pytest.skip("needs a machine without an accelerator")
     assert devices.select_device(None).type == devices.select_device(None, 1).type == "cpu"
     assert devices.count_processes(None) == 2 and devices.device_ids(torch.device("cpu")) == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the settings")
+def test_memory_that_a_step_frees_is_there_for_the_next():
+    """Three blocks of 20 MB, 5,000 pages each: by default, glibc returns the last two whenever they are free."""
+    program = """if True:
+        import resource, sys, torch
+        from common import devices
+        if sys.argv[1] == "kept":
+            devices.select_device("cpu")
+        for step in range(5):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            blocks = [torch.ones(20_000_000, dtype=torch.uint8) for _ in range(3)]
+            del blocks
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
+    faults = {name: int(subprocess.run([sys.executable, "-c", program, name], cwd=ROOT, capture_output=True, text=True,
+                                       check=True).stdout) for name in ("default", "kept")}
+    assert faults["kept"] < 100 < faults["default"], faults
 
 
 def test_a_device_that_is_named_is_the_one_to_use():
