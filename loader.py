@@ -5,6 +5,9 @@
     python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
 
 DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in ./data.
+If --resize makes a JPEG at least four times smaller, it is decoded at 1/2, 1/4 or 1/8 scale. In photos, pixels
+then differ by at most 12 (of 255), on average by less than 2, from those of a full decode (docs/scripts.md).
+
 In a training script, call build_loader after init_process_group:
 
     loader = build_loader(args)
@@ -61,10 +64,11 @@ class PairDataset:
 
     def _read(self, index):
         paths, crop = self.pair_list[index], self.cuts.crop
-        images = [pairs.decode(path) for path in paths]
+        decoded = [pairs.decode_reduced(path, self.cuts.resize) for path in paths]
 
         # Both images of a pair share one random crop
-        cut = self.cuts.choose(int(self.epoch), index, paths, [image.shape[1:] for image in images])
+        images, sizes = zip(*decoded, strict=True)
+        cut = self.cuts.choose(int(self.epoch), index, paths, sizes)
         images = [transforms.resize(image, cut.size, antialias=True) for image in images]
         images = [transforms.crop(image, cut.top, cut.left, crop, crop) for image in images]
         axes = [axis for axis, flip in ((1, cut.vertical_flip), (2, cut.horizontal_flip)) if flip]

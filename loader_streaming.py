@@ -66,10 +66,11 @@ class PairDataset:
         # new # streaming
         pair, crop = self.held.pop(index), self.cuts.crop
         paths = [path for path, _ in pair]
-        images = [pairs.decode(path, content=content) for path, content in pair]
+        decoded = [pairs.decode_reduced(path, self.cuts.resize, content) for path, content in pair]
 
         # Both images of a pair share one random crop
-        cut = self.cuts.choose(int(self.epoch), index, paths, [image.shape[1:] for image in images])
+        images, sizes = zip(*decoded, strict=True)
+        cut = self.cuts.choose(int(self.epoch), index, paths, sizes)
         images = [transforms.resize(image, cut.size, antialias=True) for image in images]
         images = [transforms.crop(image, cut.top, cut.left, crop, crop) for image in images]
         axes = [axis for axis, flip in ((1, cut.vertical_flip), (2, cut.horizontal_flip)) if flip]

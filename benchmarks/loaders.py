@@ -120,7 +120,7 @@ def read_epoch(batches, device: torch.device, ahead: int = 0) -> dict:
 
     Without the first `ahead` batches: DALI reads as many ahead for the next epoch, while other contenders are measured.
     """
-    count, first, cpu, start = 0, math.nan, cpu_seconds(), time.perf_counter()
+    count, first, cpu, start = 0, None, cpu_seconds(), time.perf_counter()
     for number, (images, targets) in enumerate(batches, 1):
         images, targets = images.to(device), targets.to(device)
         if device.type != "cpu":
@@ -140,7 +140,7 @@ def run_bare_loop(pool, shares: list) -> dict:
     cpu, start = cpu_seconds(), time.perf_counter()
     count = sum(pool.starmap(bare_work, shares, chunksize=1))
     return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu,
-            "first_batch_seconds": math.nan}
+            "first_batch_seconds": None}
 
 
 def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) -> dict:
@@ -179,7 +179,7 @@ def report(runs: list[dict]) -> str:
         for run in (run for run in runs if run["task"] == task.name):
             values = run["pairs"] / run["seconds"], 1000 * run["cpu_seconds"] / run["pairs"], run["first_batch_seconds"]
             for row, value in zip(found.setdefault(run["contender"], ([], [], [])), values):
-                row.append(value)
+                row.append(math.nan if value is None else value)
         rows = [[name, around(spread(speed), ".0f"), around(spread(cost)),
                  around(spread(first), ".3f").replace("nan", "-")] for name, (speed, cost, first) in found.items()]
         wanted = WANTED if task == TASKS[0] else {}

@@ -1,6 +1,7 @@
 """Image files: find them, check them before decoding, and decode them, with errors that name the file."""
 import contextlib
 import io
+import math
 import os
 import struct
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from .errors import ProcessError, UsageError, reason
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content; the extension may differ
 MAX_PIXELS = 100_000_000
+FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # of a complete JPEG and of a complete PNG
+ORIENTATION = 0x0112  # the EXIF tag
+FLIPS = ((), (2,), (1, 2), (1,))  # axes, for the orientations 1 to 4; from 5 to 8, the same after a transpose
 
 
 def find_files(folder: str | os.PathLike[str]) -> list[str]:
@@ -43,7 +47,53 @@ def decode(path: str | os.PathLike[str], content: bytes | None = None) -> torch.
     `content` is the file if it was read already; then `path` is only its name. Raises ProcessError, naming the file, if
     it is not an image, is damaged or has too many pixels: see `read`.
     """
+    return _decode(path, *read(path, content))
+
+
+def decode_reduced(path: str | os.PathLike[str], resize: int,
+                   content: bytes | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Return an image that the caller will resize, and its full (height, width); see `decode` for the rest.
+
+    `resize` is what the shorter side will be (0: unchanged). A JPEG of at least four times that size is decoded at 1/2,
+    1/4 or 1/8 of its size: the smallest of these that is at least twice `resize` and divides both sides.
+    """
     encoded, image = read(path, content)
+    turn, width, scale = orientation(encoded, image), image.width, 1
+    if resize and turn:
+        most = math.gcd(8, *image.size)  # any other scale rounds the sides up, which shifts the pixels
+        image.draft(None, (max(width // most, 2 * resize), max(image.height // most, 2 * resize)))
+        scale = width // image.width
+    if scale == 1:
+        pixels = _decode(path, encoded, image)
+    else:
+        with _errors_name(path):
+            pixels = pil_to_tensor(image).expand(3, -1, -1)  # a gray image has one channel
+        axes = FLIPS[(turn - 1) % 4]
+        pixels = pixels.mT if turn > 4 else pixels
+        pixels = pixels.flip(axes) if axes else pixels
+    height, width = pixels.shape[1:]
+    return pixels, (scale * height, scale * width)
+
+
+def orientation(encoded: np.ndarray, image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8, of a JPEG or PNG that all decoders read alike; 0 for any other file.
+
+    `encoded` and `image` are what `read` returns. Decoders may read CMYK and damaged EXIF differently.
+    """
+    # A file with a different ending is truncated or has extra data: only a full decode can tell
+    complete = encoded[-12:].tobytes().endswith(FILE_ENDS)
+    if not complete or image.format not in ("JPEG", "MPO", "PNG") or image.mode == "CMYK":
+        return 0
+    exif = Image.Exif()  # like the decoders, and unlike image.getexif(), it ignores XMP
+    try:
+        exif.load(image.info.get("exif", b""))
+    except (SyntaxError, struct.error):
+        return 0
+    turn = exif.get(ORIENTATION, 1)
+    return turn if turn in range(1, 9) else 1
+
+
+def _decode(path: str | os.PathLike[str], encoded: np.ndarray, image: Image.Image) -> torch.Tensor:
     with _errors_name(path):
         if image.format in ("GIF", "WEBP"):  # torchvision rejects animated WebP and ignores its EXIF orientation
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import shutil
-import struct
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,17 +16,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from PIL import Image
 from torch.utils.data import get_worker_info
 from torchvision.io import write_jpeg, write_png
 from torchvision.utils import make_grid
 
 from .errors import ProcessError, UsageError, reason
-from .images import EXTENSIONS, decode, find_files, read
+from .images import EXTENSIONS, decode, find_files, orientation, read
+from .images import decode_reduced as decode_reduced  # for the loaders
 from .reduce import get_world_size
 
-FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB\x60\x82")  # of a complete JPEG and of a complete PNG
-ORIENTATION = 0x0112  # the EXIF tag; values from 5 swap width and height
 SAMPLES = Path("data", "pairs")  # the default set
 
 
@@ -156,16 +153,8 @@ def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
     may read CMYK and damaged EXIF differently. Raises ProcessError, naming the file, as `decode` does.
     """
     content, image = read(path)
-    exif = Image.Exif()  # like the decoders, and unlike image.getexif(), it ignores XMP
-    try:
-        exif.load(image.info.get("exif", b""))
-        plain = image.format in ("JPEG", "MPO", "PNG") and image.mode != "CMYK"
-    except (SyntaxError, struct.error):
-        plain = False
-    # A file with a different ending is truncated or has extra data: only a full decode can tell
-    if plain and content[-12:].tobytes().endswith(FILE_ENDS):
-        width, height = image.size
-        return content, (width, height) if exif.get(ORIENTATION) in range(5, 9) else (height, width)
+    if turn := orientation(content, image):
+        return content, image.size if turn > 4 else image.size[::-1]
     pixels = decode(path)
     height, width = pixels.shape[1:]
     bitmap = b"P6 %d %d 255\n" % (width, height) + pixels.permute(1, 2, 0).numpy().tobytes()

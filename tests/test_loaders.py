@@ -25,6 +25,7 @@ TRAIN, TEST = 23, 11  # pairs: no number of processes or batches divides them
 BATCH = 6  # of one, two and three processes
 CROP = 16
 LEVEL = 1 / 127.5  # one of 255 levels, in [-1, 1]
+LARGE = {5: (432, 320), 6: (664, 904)}  # number of a picture: its size
 
 try:
     HAS_DALI = importlib.util.find_spec("nvidia.dali") is not None
@@ -109,21 +110,25 @@ def few(tmp_path_factory, marked):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A set of JPEG and PNG pictures in colour, CMYK and grey, upright and to be turned, of many sizes, and a GIF."""
+    """A set of JPEG and PNG pictures in colour, CMYK and grey, upright and to be turned, of many sizes, and a GIF.
+
+    Two are so large that loader.py decodes their JPEGs at a half and a quarter of their size.
+    """
     folder = tmp_path_factory.mktemp("pictures")
     random = np.random.RandomState(0)
     for split, count in (("train", 13), ("test", 7)):
         for number in range(count):
-            width, height = [(190, 120), (110, 201), (97, 64), (60, 50), (151, 151)][number % 5]
-            coarse = random.randint(0, 255, (height // 6, width // 6, 3)).astype(np.uint8)
+            width, height = LARGE.get(number, [(190, 120), (110, 201), (97, 64), (60, 50), (151, 151)][number % 5])
+            cell = 24 if number in LARGE else 6
+            coarse = random.randint(0, 255, (height // cell, width // cell, 3)).astype(np.uint8)
             picture = Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
             for side, extension in (("img", "jpg"), ("gt", "png" if number % 2 else "JPEG")):
                 path = folder / split / side / f"{number}.{extension}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 one, form = picture.convert("L") if number % 4 == 3 else picture, None
                 exif = Image.Exif()
-                if number in (0, 4) and extension != "png":
-                    exif[0x0112] = 6 if number == 0 else 3
+                if number in (0, 4, 6) and extension != "png":
+                    exif[0x0112] = {0: 6, 4: 3, 6: 5}[number]
                 if extension == "jpg" and number in (1, 2):
                     one, form = (one.convert("CMYK"), None) if number == 1 else (one.convert("L"), "GIF")
                 one.save(path, form, quality=90, exif=exif)
@@ -309,7 +314,7 @@ def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, scr
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_pixels_are_those_of_an_antialiased_resize_of_the_shorter_side(seen, script, pictures):
-    """Against PIL's resize, on the centre crop; two levels of 255 for two decoders and two roundings."""
+    """Against PIL's resize, on the centre crop; two levels of 255 for two decoders and two roundings, or four."""
     [result] = seen[script, 1]["pictures-test"]
     for side, parts in zip(("img", "gt"), zip(*result.epochs[0], strict=True), strict=True):
         for number, image in enumerate(torch.cat(parts)):
@@ -320,16 +325,23 @@ def test_pixels_are_those_of_an_antialiased_resize_of_the_shorter_side(seen, scr
             left, top = (round((length - 64) / 2) for length in picture.size)
             expected = np.array(picture.crop((left, top, left + 64, top + 64)))
             expected = torch.from_numpy(expected).permute(2, 0, 1)
-            assert ((image + 1) * 127.5 - expected).abs().max() < 2.5, path
+            limit = 4.5 if number in LARGE else 2.5
+            assert ((image + 1) * 127.5 - expected).abs().max() < limit, path
 
 
 @pytest.mark.parametrize("split", [pytest.param(split, marks=DALI) for split in ("train", "test")])
 def test_both_loaders_deliver_the_same_pixels(seen, split):
-    """To one level of 255: DALI resizes from the window of the crop, torchvision resizes all and cuts."""
+    """To one level of 255: DALI resizes from the window of the crop, torchvision resizes all and cuts.
+
+    To four levels in the outermost rows and columns, where DALI may leave out a pixel of its filter, and in the three
+    large JPEGs, which loader.py decodes at a reduced scale.
+    """
     left, right = (seen[script, 1][f"pictures-{split}"][0].epochs for script in ("loader", "loader_DALI"))
-    for one, other in zip(sum(left, []), sum(right, []), strict=True):
-        for mine, its in zip(one, other, strict=True):
-            assert mine.shape == its.shape and (mine - its).abs().max() < 1.01 * LEVEL
+    for one, other in zip(left, right, strict=True):
+        mine, its = (torch.cat(sum(map(list, epoch), [])) for epoch in (one, other))
+        difference = (mine - its).abs()
+        inside = difference[:, :, 1:-1, 1:-1].amax((1, 2, 3)).sort().values
+        assert inside[-4] < 1.01 * LEVEL and difference.max() < 4.01 * LEVEL
 
 
 @pytest.mark.parametrize("script", LOADERS)

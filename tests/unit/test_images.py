@@ -1,4 +1,5 @@
 """Image files of every kind: found, decoded to the pixels that PIL sees, or refused in one line that names the file."""
+import io
 import os
 import struct
 import sys
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from torchvision.transforms.v2.functional import resize
 
 from common import pairs
 from common.datasets import FolderDataset, create_datasets
 from common.errors import ProcessError, UsageError
-from common.images import decode, find_files
+from common.images import decode, decode_reduced, find_files
 
 Y, X = np.mgrid[0:90, 0:120]
 COLOR = Image.fromarray(np.stack([2 * X, 2.8 * Y, X + Y], -1).astype(np.uint8))
@@ -81,6 +83,81 @@ def test_pixels_are_those_of_pil(tmp_path, name):
     assert expected.shape[:2] == ((120, 90) if "turned" in name else (1, 1) if "pixel" in name else (90, 120))
     difference = np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected)
     assert difference.max() <= (3 if path.suffix in (".jpg", ".jpeg") else 0)
+
+
+def large_jpeg(width, height, mode="RGB", turn=1, kind="JPEG", **options):
+    """Encode a picture of about 12 smooth patches across, in which a shift would be seen."""
+    cells = [length * 12 // min(width, height) for length in (height, width)]
+    coarse = np.random.RandomState(2).randint(0, 256, (*cells, 3)).astype(np.uint8)
+    picture = Image.fromarray(coarse).resize((width, height), Image.BICUBIC).convert(mode)
+    exif, content = Image.Exif(), io.BytesIO()
+    exif[0x0112] = turn
+    picture.save(content, kind, quality=95, exif=exif, **options)
+    return content.getvalue()
+
+
+LARGE = {  # name: (how to encode it, the scale for a shorter side of 40 pixels)
+    **{f"orientation {turn}": (large_jpeg(496, 336, turn=turn), 4) for turn in range(1, 10)},
+    "orientation 7, grey": (large_jpeg(496, 336, "L", 7), 4),
+    "progressive": (large_jpeg(336, 496, progressive=True), 4),
+    "full chroma": (large_jpeg(336, 496, subsampling=0), 4),
+    "two pictures": (large_jpeg(496, 336, kind="MPO", save_all=True, append_images=[COLOR]), 4),
+    "1/8": (large_jpeg(640, 848), 8),
+    "width by 4": (large_jpeg(644, 848), 4),
+    "height by 2": (large_jpeg(640, 850), 2),
+    "1/2": (large_jpeg(200, 160), 2),
+    "odd width": (large_jpeg(641, 848), 1),
+    "odd height": (large_jpeg(640, 847), 1),
+    "a little lower": (large_jpeg(200, 158), 1),
+    "a little narrower": (large_jpeg(158, 200), 1),
+    "CMYK": (large_jpeg(496, 336, "CMYK"), 1),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_jpeg_at_a_reduced_scale_becomes_the_same_picture(name):
+    """Resized, it is within 4 levels of 255 of PIL's resize of the full picture; where it is full, it is decode's."""
+    content, scale = LARGE[name]
+    picture = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+    pixels, (height, width) = decode_reduced("large.jpg", 40, content)
+    assert (width, height) == picture.size and pixels.shape == (3, height // scale, width // scale)
+    if scale == 1:
+        assert torch.equal(pixels, decode("large.jpg", content))
+    small = [width * 40 // min(width, height), height * 40 // min(width, height)]
+    expected = np.array(picture.resize(small, Image.BILINEAR)).astype(int)
+    difference = np.abs(resize(pixels, small[::-1], antialias=True).permute(1, 2, 0).numpy() - expected)
+    assert difference.max() <= 4 and difference.mean() <= 0.6
+
+
+@pytest.mark.parametrize("name", [*KINDS, "16 bits.png"])
+def test_only_a_usual_jpeg_is_reduced(tmp_path, name):
+    path = tmp_path / name
+    KINDS.get(name, lambda path: write_png(path, (120, 90), 2, DEEP[..., :3]))(path)
+    expected = decode(path)
+    reduced = {"colour.jpg", "progressive.jpeg", "grey.jpg", "turned.jpg", "Käfer und 图像.jpg"}
+    for side in (0, 10):
+        pixels, size = decode_reduced(path, side)
+        assert size == expected.shape[1:]
+        if side and name in reduced:
+            assert pixels.shape[1:] == tuple(length // 2 for length in size)
+        else:
+            assert torch.equal(pixels, expected)
+
+
+@pytest.mark.parametrize("damage", ["cut", "a table"])
+def test_a_damaged_jpeg_is_named_at_any_scale(damage):
+    content = bytearray(large_jpeg(496, 336))
+    if damage == "cut":
+        del content[-2:]
+    else:
+        content[content.index(b"\xff\xc4") + 5] = 255  # more codes of one bit than there are
+    messages = []
+    for side in (0, 40):
+        with pytest.raises(ProcessError) as caught:
+            decode_reduced("large.jpg", side, bytes(content))
+        messages.append(str(caught.value))
+        assert messages[-1].startswith("large.jpg: cannot be read as an image (")
+    assert damage != "cut" or messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("kind", DEEP_KINDS)

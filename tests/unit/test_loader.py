@@ -6,10 +6,13 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.io import write_png
+from torchvision.transforms.v2.functional import resize
 
 import loader
 from common import errors, pairs
@@ -77,6 +80,29 @@ def test_what_a_resumed_pass_leaves_out_is_not_read(tmp_path):
         list(pairs)
     with pytest.raises(errors.UsageError, match="set_epoch: 3 pairs are no whole batches of 2"):
         pairs.set_epoch(3, skip=3)
+
+
+def test_a_large_jpeg_has_the_crops_of_its_target(tmp_path):
+    """The JPEG is decoded at a quarter of its size, and then turned; the target is upright, and is decoded whole."""
+    image, target, small = (str(tmp_path / name) for name in ("image.jpg", "target.png", "small.png"))
+    coarse = np.random.RandomState(0).randint(0, 256, (12, 18, 3)).astype(np.uint8)
+    picture = Image.fromarray(coarse).resize((496, 336), Image.BICUBIC)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    picture.rotate(90, expand=True).save(image, exif=exif, quality=95)
+    picture.save(target)
+    picture.resize((124, 84)).save(small)
+    dataset = loader.PairDataset([(image, target)] * 8 + [(image, small)], pairs.Cuts(40, 32, 0, train=True))
+    for index in range(8):
+        one, other = (part.int() for part in dataset._read(index))
+        assert one.shape == (3, 32, 32) and (one - other).abs().max() <= 4
+    test = loader.PairDataset([(image, target)], pairs.Cuts(40, 40, 0, train=False))
+    reduced, whole = (resize(pixels, [40, 59], antialias=True)[:, :, 10:50]
+                      for pixels in (pairs.decode_reduced(image, 40)[0], pairs.decode(image)))
+    one, _ = test._read(0)
+    assert torch.equal(one, reduced) and not torch.equal(one, whole)
+    with pytest.raises(errors.ProcessError, match="image.jpg: 496x336 pixels; .*small.png has 124x84"):
+        dataset._read(8)
 
 
 class Numbered:
