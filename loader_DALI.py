@@ -5,9 +5,9 @@
     python loader_DALI.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
 
-Pairs, order, crops and flips are those of loader.py. DALI decodes only the region of the crop, at full scale.
-On a CPU, pixels differ by at most 1 (of 255), but by up to 12 in the outermost rows and columns of a crop, and
-in photos that loader.py decodes at a reduced scale.
+Pairs, order, crops and flips are those of loader.py. DALI decodes only the region of the crop, at full
+scale. On a CPU, pixels differ by at most 1 (of 255), but by up to 12 in the outermost rows and columns of a
+crop, and in photos that loader.py decodes at a reduced scale.
 
 Parent: loader.py
 """
