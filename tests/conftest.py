@@ -1,5 +1,6 @@
 """Running the scripts as a user does: the real command, the real launcher, real processes."""
 import collections
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import markers
 import pytest
+from filelock import FileLock
 
 import verify
 
@@ -48,6 +50,10 @@ SAME = ["--epochs", "3", "--batch-size", "96", "--seed", "3", "--save-every", "2
 
 Finished = collections.namedtuple("Finished", "code out err")
 
+# Several tests run at a time: a thread that waits for the others of its process must not keep a core busy meanwhile.
+# Three of train.py at a time on two cores then need 10 s instead of 22. Set before torch is loaded, here and below.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 # A shell starts a background job with Ctrl-C ignored, and its children inherit that: tests send it
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -78,7 +84,7 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
     With `terminal`, standard error is a pseudo-terminal, so that progress bars show. Fails if the command outlasts
     `seconds`, or if a process that it started outlives it by 60 s.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_NUM_"))}
     command = [str(part) for part in command]
     master, slave = _open_terminal() if terminal else (None, subprocess.PIPE)
     process = subprocess.Popen(command, cwd=cwd, env=environment | (env or {}), start_new_session=True, text=True,
@@ -91,10 +97,12 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        where = stacks(process.pid)
         for pid in descendants(process.pid):  # torchrun's processes, in sessions of their own, hold our pipes open
             os.kill(pid, signal.SIGKILL)
         out, err = process.communicate()
-        pytest.fail(f"not at an end after {seconds} s: {' '.join(command)}\n{out[-2000:]}\n{(err or '')[-2000:]}")
+        pytest.fail(f"not at an end after {seconds} s: {' '.join(command)}\n{out[-2000:]}\n{(err or '')[-2000:]}\n"
+                    f"{where}")
     finally:
         if terminal:
             reader.join()
@@ -106,6 +114,20 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes outlived {' '.join(command)}"
     return Finished(process.returncode, out, "".join(shown) if terminal else err)
+
+
+def py_spy():
+    """Return the path of py-spy beside this Python or in PATH, or None."""
+    return shutil.which("py-spy", path=f"{Path(PYTHON).parent}:{os.environ['PATH']}")
+
+
+def stacks(pid):
+    """Return the stacks of a process and of all that descend from it, where py-spy is installed."""
+    if not py_spy():
+        return "no stacks: py-spy is not installed (requirements-drill.txt)"
+    said = subprocess.run([py_spy(), "dump", "--subprocesses", "--pid", str(pid)], capture_output=True, text=True,
+                          timeout=60)
+    return said.stdout + said.stderr
 
 
 def _open_terminal():
@@ -209,24 +231,44 @@ def same(left, right):
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory):
+def once(tmp_path_factory):
+    """Return a function that runs something once for all of pytest's processes: (folder, result) of `make(folder)`.
+
+    And once for all sessions that name the same folder in TESTS_FOLDER, as .ci/run does for the drills.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = Path(os.environ.get("TESTS_FOLDER") or (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base))
+
+    def get(name, make):
+        folder, said = shared / name, shared / f"{name}.json"
+        shared.mkdir(exist_ok=True)
+        with FileLock(f"{said}.lock"):
+            if not said.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a run that failed
+                folder.mkdir()
+                said.write_text(json.dumps(good(make(folder))))
+        return folder, Finished(*json.loads(said.read_text()))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def runs(once):
     """Return a function that runs a command of RUNS once, when it is first asked for: name to (folder, result).
 
     Its steps are recorded in `get.steps(name)`, for verify.compare().
     """
-    folder = tmp_path_factory.mktemp("runs")
-    done = {}
-
     def get(name):
-        if name not in done:
-            output = folder / name.replace(" ", "-")
-            done[name] = output, good(run(*RUNS[name], "--output-dir", output, env=precision(name, get.steps(name)),
-                                          terminal=name == "train_mp.py"))
-            for number, file in enumerate(["epoch-002.pt", "last.pt"] if name == "train_DCP.py" else [], 2):
-                whole_file(output / f"step-{number * 14:07}", output / file)
-        return done[name]
+        def make(folder):
+            result = run(*RUNS[name], "--output-dir", folder, env=precision(name, f"{folder}-steps"),
+                         terminal=name == "train_mp.py")
+            if name == "train_DCP.py":
+                whole_file(folder / "step-0000042", folder / "last.pt")
+            return result
 
-    get.steps = lambda name: folder / f"steps-of-{name.replace(' ', '-')}"
+        return once(name.replace(" ", "-"), make)
+
+    get.steps = lambda name: Path(f"{get(name)[0]}-steps")
     return get
 
 

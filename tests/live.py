@@ -23,7 +23,7 @@ class Live:
     """
 
     def __init__(self, *command, cwd=ROOT, env=None):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_NUM_"))}
         self.command = [str(part) for part in command]
         self.process = subprocess.Popen(self.command, cwd=cwd, env=environment | (env or {}), start_new_session=True,
                                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -3,19 +3,18 @@ import re
 import shutil
 
 import pytest
-from conftest import FLOAT64, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
+from conftest import FLOAT64, FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
 
 RESNET = ["--dataset", "folder", "--model", "resnet18", "--batch-size", "6", "--epochs", "2", "--lr", "0.1",
           "--save-every", "1"]
 
 
 @pytest.fixture(scope="module")
-def trained(photos, tmp_path_factory):
-    """Train ResNet-18 on the photos, each when a test first asks for it: name to (folder, result).
+def trained(photos, once):
+    """Return a function that trains ResNet-18 on the photos once: name to (folder, result).
 
     The exact ones compute in float64, where one process and two can be compared.
     """
-    folder = tmp_path_factory.mktemp("trained")
     two = [*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", *RESNET]
     commands = {
         "frozen": [PYTHON, "train.py", *RESNET, "--freeze-layers", "--workers", "0"],
@@ -24,34 +23,29 @@ def trained(photos, tmp_path_factory):
         "exact 2": [*two, "--epochs", "1", "--freeze-layers", "--workers", "2"],
     }
 
-    class Trained(dict):
-        def __missing__(self, name):
-            result = good(run(*commands[name], "--data-path", photos, "--output-dir", folder / name,
-                              env=FLOAT64 if "exact" in name else {}))
-            return self.setdefault(name, (folder / name, result))
-
-    return Trained()
+    return lambda name: once(f"photos {name}", lambda folder: run(
+        *commands[name], "--data-path", photos, "--output-dir", folder, env=FLOAT64 if "exact" in name else {}))
 
 
 @pytest.mark.drill
 def test_with_augmentation_and_frozen_batchnorm_two_processes_train_the_same_model(trained):
     """BatchNorm in training mode cannot: it sees a process's own part of the batch (or, with --sync-bn, all of it)."""
-    one, two, longer = (trained[name][0] for name in ("exact 1", "exact 2", "frozen"))
+    one, two, longer = (trained(name)[0] for name in ("exact 1", "exact 2", "frozen"))
     assert distance(one / "last.pt", longer / "last.pt") > 1e-3  # it did train
     assert distance(one / "last.pt", two / "last.pt") < 1e-11
 
 
 @pytest.mark.drill
 def test_freezing_trains_the_classifier_alone_and_batchnorm_does_not_drift(trained):
-    first, last = (load(trained["frozen"][0] / name)["model"] for name in ("epoch-001.pt", "last.pt"))
+    first, last = (load(trained("frozen")[0] / name)["model"] for name in ("epoch-001.pt", "last.pt"))
     assert {name for name in first if not first[name].equal(last[name])} == {"fc.weight", "fc.bias"}
-    assert not load(trained["whole"][0] / "last.pt")["model"]["bn1.running_mean"].equal(first["bn1.running_mean"])
-    assert "1,539 of 11,178,051 parameters" in trained["frozen"][1].out
+    assert not load(trained("whole")[0] / "last.pt")["model"]["bn1.running_mean"].equal(first["bn1.running_mean"])
+    assert "1,539 of 11,178,051 parameters" in trained("frozen")[1].out
 
 
 def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
     """Each process has running statistics of its own: the accuracy must be that of the saved ones."""
-    folder, result = trained["whole"]
+    folder, result = trained("whole")
     said = good(run(PYTHON, "train.py", "--evaluate", "--resume", folder / "last.pt", *RESNET, "--data-path", photos,
                     "--output-dir", tmp_path)).out
     val_loss, accuracy = map(float, re.search(r"val_loss ([\d.]+)  accuracy ([\d.]+)", said).groups())
@@ -61,9 +55,12 @@ def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
 
 @pytest.mark.drill
 def test_the_average_is_measured_and_saved_with_the_statistics_of_the_model(photos, tmp_path):
-    """Those of rank 0: the average has no other source of BatchNorm's statistics."""
-    good(run(*TORCHRUN, "--nproc-per-node=2", "train_combined.py", *RESNET, "--precision", "fp32", "--accum-steps", "1",
-             "--ema", "0.5", "--workers", "0", "--data-path", photos, "--output-dir", tmp_path))
+    """Those of rank 0, on all ranks: the average has no other source of BatchNorm's statistics."""
+    result = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "measured.py", *RESNET, "--precision", "fp32",
+                      "--accum-steps", "1", "--ema", "0.5", "--workers", "0", "--data-path", photos, "--output-dir",
+                      tmp_path, env=FROM_ROOT))
+    first, second = (re.findall(rf"^rank {rank} measures: (.*)$", result.out, re.M) for rank in (0, 1))
+    assert first == second and first[::2] == first[1::2] and len(set(first)) == 2  # the model and the average, twice
     content = load(tmp_path / "last.pt")
     statistics = [name for name in content["model"] if "running" in name or "num_batches" in name]
     assert len(statistics) == 60 and content["model"]["bn1.num_batches_tracked"] == 4
@@ -85,7 +82,7 @@ def test_a_process_may_have_nothing_to_evaluate(photos, tmp_path):
 @pytest.mark.drill
 def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(trained, photos, tmp_path):
     """Under mp.spawn, whose workers start by spawn too."""
-    folder = trained["whole"][0]
+    folder = trained("whole")[0]
     good(run(PYTHON, "train_mp.py", "--workers", "1", *RESNET, "--data-path", photos, "--output-dir", tmp_path,
              "--resume", folder / "epoch-001.pt"))
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
@@ -94,7 +91,7 @@ def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(train
 @pytest.mark.drill
 def test_workers_start_by_spawn_as_on_macos_and_windows(trained, photos, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import multiprocessing\nmultiprocessing.set_start_method('spawn')\n")
-    folder = trained["frozen"][0]
+    folder = trained("frozen")[0]
     result = run(PYTHON, "train.py", *RESNET, "--freeze-layers", "--workers", "2", "--data-path", photos,
                  "--output-dir", tmp_path, "--resume", folder / "epoch-001.pt", env={"PYTHONPATH": str(tmp_path)})
     assert (result.code, result.err) == (0, ""), "a worker ran the script instead of importing it"

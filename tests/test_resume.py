@@ -11,10 +11,11 @@ README = [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(once):
     """Run README's first command, which also keeps its eighth epoch, in a copy; return (output folder, result)."""
-    folder = copy_out("train_DDP.py", tmp_path_factory.mktemp("copy") / "x").parent
-    return folder / "runs", good(run(*README, "--save-every", "8", cwd=folder))
+    folder, result = once("readme", lambda folder: run(*README, "--save-every", "8",
+                                                       cwd=copy_out("train_DDP.py", folder / "copy").parent))
+    return folder / "copy/runs", result
 
 
 def test_the_default_run_learns_the_digits(finished):

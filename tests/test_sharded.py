@@ -4,6 +4,7 @@ from conftest import SAME, TORCHRUN, good, load, run, same
 from live import ours
 
 
+@pytest.mark.drill
 def test_fsdp_is_ddp_bit_for_bit_in_float32(tmp_path):
     """With a vision transformer and its layout; train_DDP.py's channels-last changes only convolutions' rounding."""
     for script in ("train_DDP.py", "train_FSDP.py"):

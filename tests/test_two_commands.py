@@ -2,6 +2,7 @@
 import json
 import shlex
 
+import pytest
 from conftest import RUNS, SAME, copy_out, run
 
 import verify
@@ -24,6 +25,7 @@ def test_two_scripts_train_the_same_model(tmp_path):
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.drill
 def test_a_missing_set_epoch_is_named_with_its_step(runs, tmp_path):
     script = copy_out("train_DDP.py", tmp_path / "copy")
     text, line = script.read_text(), "        sampler.set_epoch(epoch)\n"

@@ -94,30 +94,19 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     assert not os.path.exists(stat) or open(stat).read().split()[2] == "Z"
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Return for each way to end: (the folder of the records, what record() says)."""
-    found = {}
-    for way in ("well", "error", "nan", "by-hand"):
-        folder = tmp_path_factory.mktemp(way) / "run"
-        found[way] = folder, verify.record(f"{sys.executable} {PROGRAMS / 'ending.py'} {way}", folder, 60)
-    return found
-
-
 @pytest.mark.parametrize(("way", "said"), [("by-hand", "command A took no optimizer step"),
                                            ("nan", "neither model is finite after step")])
-def test_what_took_no_step_or_diverged_is_not_the_same(ended, way, said):
-    folder, failed = ended[way]
-    report = verify.compare(folder, folder)
-    assert failed is None and report["verdict"] == "not comparable" and said in report["message"]
+def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
+    report = verify.compare(records / way, records / way)
+    assert report["verdict"] == "not comparable" and said in report["message"]
 
 
-def test_a_run_that_fails_does_not_differ(ended):
+def test_a_run_that_fails_does_not_differ(records, tmp_path):
     """Its error is what the reader needs; the steps that are missing follow from it."""
-    (well, _), (broken, failed) = ended["well"], ended["error"]
+    failed = verify.record(f"{sys.executable} {PROGRAMS / 'ending.py'} error", tmp_path / "run", 60)
     assert "a picture is broken" in failed
-    assert verify.compare(well, broken, failed=(None, failed))["cause"] is None
-    assert verify.compare(well, broken)["cause"] == "batch-size"
+    assert verify.compare(records / "well", tmp_path / "run", failed=(None, failed))["cause"] is None
+    assert verify.compare(records / "well", tmp_path / "run")["cause"] == "batch-size"
 
 
 def test_two_parameters_that_look_alike_are_two():

@@ -12,17 +12,12 @@ STARTS = {"train_yolov3.py": ("train_yolov3.py", 1), "train_yolov3_DDP.py": ("tr
 
 
 @pytest.fixture(scope="module")
-def trained(scenes, tmp_path_factory):
+def trained(scenes, once):
     """Return a function that runs a detector once, in float64: name to (folder, result)."""
-    done = {}
-
     def get(name):
-        if name not in done:
-            folder = tmp_path_factory.mktemp("detector")
-            env = {} if "amp" in name else FLOAT64
-            done[name] = folder, good(run(*command(*STARTS[name]), *OPTIONS, "--data-path", scenes, "--output-dir",
-                                          folder, env=env))
-        return done[name]
+        return once(f"detector {name}", lambda folder: run(
+            *command(*STARTS[name]), *OPTIONS, "--data-path", scenes, "--output-dir", folder,
+            env={} if "amp" in name else FLOAT64))
 
     return get
 

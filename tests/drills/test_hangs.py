@@ -1,12 +1,10 @@
 """What docs/hangs.md and docs/errors.md show of programs with several processes is what these programs print."""
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, py_spy, run
 from live import Live
 
 BLOCKS = re.findall(r"```console\n(.*?)\n```", (ROOT / "docs/hangs.md").read_text(), re.S)
@@ -42,8 +40,7 @@ def test_a_command_prints_what_the_page_shows(command):
 @pytest.mark.parametrize("stuck", [[], ["--stuck"]])
 def test_py_spy_finds_the_missing_rank(stuck):
     """All ranks but the missing one are in the all-reduce; what the page shows of each stack is there."""
-    spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if not spy:
+    if not py_spy():
         pytest.skip("no py-spy: pip install -r requirements-drill.txt")
     block, = (block for block in BLOCKS if "py-spy" in block and ("--stuck" in block) == bool(stuck))
     start, dump = (command for command in re.findall(r"^\$ (.+)", block, re.M))
@@ -53,7 +50,7 @@ def test_py_spy_finds_the_missing_rank(stuck):
         waits = {0: "validate", 1: "next_batch" if stuck else "barrier"}
         found = {}
         while found != waits:  # a rank prints a moment before it waits; hang.py's own timeout would end this
-            said = run(spy, *dump.split("$(")[0].split()[1:], launch.process.pid, seconds=60)
+            said = run(py_spy(), *dump.split("$(")[0].split()[1:], launch.process.pid, seconds=60)
             assert said.code == 0, said.err
             found = {rank_of(stack): next((name for name in waits.values() if f"    {name} (" in stack), None)
                      for stack in said.out.split("\nProcess ") if "hang.py:" in stack}

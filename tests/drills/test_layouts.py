@@ -86,11 +86,11 @@ def test_a_process_that_fails_names_the_cause(photos, tmp_path, script):
 
 
 def test_a_kill_at_any_moment_of_a_save_loses_no_whole_folder(tmp_path):
-    """Ten times kill -9 of all processes, at random moments: mostly while a folder is being written."""
+    """Six times kill -9 of all processes, at random moments: mostly while a folder is being written."""
     start = [*command("train_DCP.py"), "--model", "vit", "--epochs", "1000", "--batch-size", "718", "--workers", "0",
              "--resume", "auto", "--output-dir", tmp_path]
     newest, torn = None, 0
-    for number in range(10):
+    for number in range(6):
         with Live(*start) as live:
             if newest:
                 assert str(newest) in live.wait_for("^resume ")
@@ -102,5 +102,5 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_whole_folder(tmp_path):
         assert folders and folders[-1] >= (newest or folders[-1])
         newest = folders[-1]
         torn += len([*tmp_path.glob("step-*")]) - len(folders)
-    print(f"{torn} of 10 kills left a torn folder")
+    print(f"{torn} of 6 kills left a torn folder")
     good(run(*start, "--evaluate"))

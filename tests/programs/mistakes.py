@@ -1,12 +1,14 @@
 """Records a small loop on one process, and on two with one mistake each: mistakes.py FOLDER.
 
-Every process is forked from this one, which has imported torch. FOLDER/MISTAKE on 2 holds what its two ranks recorded.
+Every process is forked from this one, which has imported torch. FOLDER/MISTAKE on 2 holds what its two ranks recorded,
+FOLDER/WAY what the loop of ending.py recorded, which ends in that way.
 """
 import multiprocessing.util
 import os
 import sys
 from pathlib import Path
 
+import ending
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +22,7 @@ MISTAKES = [
     "summed loss", "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm",
     "batchnorm left in eval", "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout",
     "weight decay", "decay of ranks"]
-
+WAYS = ["well", "nan", "by-hand"]
 
 
 def train(mistake, rank, world):
@@ -81,7 +83,7 @@ def fork(mistake, folder, rank, world):
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     try:
-        train(mistake, rank, world)
+        ending.loop(mistake) if mistake in WAYS else train(mistake, rank, world)
     except RuntimeError as error:  # the other rank has left
         sys.last_value = error
     finally:
@@ -95,9 +97,9 @@ if __name__ == "__main__":
     import torch.distributed.nn  # noqa: F401
 
     alone = {"batchnorm", "clip per rank", "functional dropout"}  # the run on one process does the same there
-    for mistake in MISTAKES:
-        for world in (1, 2) if mistake in alone | {"right"} else (2,):
-            folder = Path(sys.argv[1]) / f"{mistake} on {world}"
+    for mistake in MISTAKES + WAYS:
+        for world in (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,):
+            folder = Path(sys.argv[1]) / (mistake if mistake in WAYS else f"{mistake} on {world}")
             folder.mkdir()
             for pid in [fork(mistake, folder, rank, world) for rank in range(world)]:
                 os.waitpid(pid, 0)
