@@ -76,8 +76,9 @@ def make_runs(args) -> None:
 def main() -> None:
     scripts = measure.training_scripts()
     parser = measure.make_parser(__doc__, epochs=10, batch_size=64, rounds=5)
-    parser.add_argument("--scripts", nargs="+", choices=scripts, help="default: all but train_amp.py, which needs "
-                        "fast bf16", default=[script for script in scripts if script != "train_amp.py"])
+    parser.add_argument("--scripts", nargs="+", choices=scripts, help="default: all but train_amp.py and "
+                        "train_combined.py, which need fast bf16", default=[
+                            script for script in scripts if script not in ("train_amp.py", "train_combined.py")])
     parser.add_argument("--processes", type=cli.positive_int, help="default: one for each accelerator, or 2 on a CPU")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     args = parser.parse_args()
