@@ -234,7 +234,8 @@ def same(left, right):
 def once(tmp_path_factory):
     """Return a function that runs something once for all of pytest's processes: (folder, result) of `make(folder)`.
 
-    And once for all sessions that name the same folder in TESTS_FOLDER, as .ci/run does for the drills.
+    And once for all sessions that name the same folder in TESTS_FOLDER, as the suite and the drills do in .ci/run. The
+    folder must be new: nothing here notices that the code has changed since.
     """
     base = tmp_path_factory.getbasetemp()
     shared = Path(os.environ.get("TESTS_FOLDER") or (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base))
