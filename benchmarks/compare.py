@@ -12,6 +12,7 @@ next call adds only the missing runs if hardware, versions, arguments and the sc
 """
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,8 +28,10 @@ from tools import plots
 
 def one_run(script: str, seed: int, args, processes: int) -> dict:
     """Run a script to completion; return the figures that it prints and those that the operating system reports."""
+    folder = f"runs/compare/{script}"
+    shutil.rmtree(tables.ROOT / folder, ignore_errors=True)  # train_DCP.py refuses the folder of an earlier run
     command = measure.launch_script(processes, script, *measure.task_of(args, args.epochs), "--seed", str(seed),
-                                    "--output-dir", f"runs/compare/{script}")
+                                    "--output-dir", folder)
     begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=tables.ROOT, stdout=out, stderr=err, start_new_session=True)
@@ -41,7 +44,7 @@ def one_run(script: str, seed: int, args, processes: int) -> dict:
             raise
         out.seek(0), err.seek(0)
         if process.returncode:
-            sys.exit(f"{script} ended with exit code {process.returncode}:\n{err.read()[-2000:]}")
+            sys.exit(f"{script} ended with exit code {process.returncode}:\n{err.read()}")
         epochs = list(measure.read_epochs(out))
     later = epochs[1:] or epochs
     resident = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
