@@ -257,6 +257,7 @@ class Recorder:
         """Find all modules, and return a name for each parameter."""
         import gc
 
+        gc.unfreeze()  # a program may have taken its model out of collection, and get_objects() leaves it out then
         names, modules = {}, [item for item in gc.get_objects() if issubclass(type(item), self.torch.nn.Module)]
         for name, item in (pair for module in modules for pair in module.named_parameters()):
             for wrapper in ("_forward_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module."):

@@ -3,6 +3,7 @@
 Every process is forked from this one, which has imported torch. FOLDER/MISTAKE on 2 holds what its two ranks recorded,
 FOLDER/WAY what the loop of ending.py recorded, which ends in that way.
 """
+import gc
 import multiprocessing.util
 import os
 import sys
@@ -31,6 +32,7 @@ def train(mistake, rank, world):
     model = nn.Sequential(*layers)
     alone = world == 1 or mistake in ("weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks")
     wrapped = model if alone else DistributedDataParallel(model)
+    gc.freeze()  # as select_device() does, which a program may call this late: verify.py finds the model all the same
     g = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
                          torch.arange(48).remainder(5).add(1).double())

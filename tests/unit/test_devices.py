@@ -1,4 +1,5 @@
 """Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
+import gc
 import os
 import platform
 import subprocess
@@ -74,6 +75,13 @@ def test_without_an_accelerator_there_is_one_cpu():
         pytest.skip("needs a machine without an accelerator")
     assert devices.select_device(None).type == devices.select_device(None, 1).type == "cpu"
     assert devices.count_processes(None) == 2 and devices.device_ids(torch.device("cpu")) == []
+
+
+def test_no_collection_visits_what_is_imported():
+    gc.unfreeze()
+    devices.select_device("cpu")
+    assert gc.get_freeze_count() > 100_000  # those of torch
+    gc.unfreeze()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the settings")
