@@ -32,7 +32,8 @@ def plot_compare() -> None:
             lengths = [[b - a for a, b in zip(low, middle)], [b - a for a, b in zip(middle, high)]]
             axis.errorbar([name[:-3].removeprefix("train_") for name in names], middle, lengths, fmt="o", capsize=4)
             axis.set_ylabel(label)
-            axis.tick_params("x", rotation=30)
+            for text in axis.get_xticklabels():
+                text.set(rotation=30, ha="right", rotation_mode="anchor")
             if key != "accuracy":
                 axis.set_ylim(0, 1.1 * max(high))
         args, where = content["arguments"], content["machine"]
