@@ -6,6 +6,7 @@ tensors, because torch would unpickle any other. The rest of a run's state is in
 
     python -m common.folders runs/step-0000220 last.pt    # one file, for every other script
 """
+import enum
 import json
 import pickle
 import re
@@ -35,7 +36,16 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    # Python 3.11.2, that of Debian 12, stores a member of an Enum as a call of getattr: allow no other
+    if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError("builtins.getattr")
+    return kind[name]
 
 
 def create(output_dir: Path, step: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:

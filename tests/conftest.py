@@ -261,6 +261,7 @@ def runs(once):
     """
     def get(name):
         def make(folder):
+            shutil.rmtree(f"{folder}-steps", ignore_errors=True)  # of a run that failed, too
             result = run(*RUNS[name], "--output-dir", folder, env=precision(name, f"{folder}-steps"),
                          terminal=name == "train_mp.py")
             if name == "train_DCP.py":

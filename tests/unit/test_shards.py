@@ -1,9 +1,11 @@
 """What is split over processes, without processes: shares, stages, micro-batches, and folders that are torn."""
+import enum
 import json
 import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from common import datasets, folders, models, shards
@@ -124,6 +126,30 @@ def test_a_folder_that_is_torn_or_unsafe_is_named(tmp_path, capsys, metadata, me
     with pytest.raises(UsageError, match=message):
         folders.check(make_folder(tmp_path / "step-0000001", metadata))
     assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("attribute", "accepted"), [("name", True), ("value", False), (None, False)])
+def test_the_folders_of_every_python_are_read(tmp_path, attribute, accepted):
+    """Python 3.11.2 stores a member of an Enum as a call of getattr; any other call of it is rejected."""
+    class Old(pickle.Pickler):
+        def reducer_override(self, item):
+            if isinstance(item, enum.Enum):
+                return getattr, (type(item), str(getattr(item, attribute)) if attribute else "mro")
+            return NotImplemented
+
+    folder = tmp_path / "step-0000001"
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    with open(folder / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    (folder / "values.json").write_text("[]")
+    with open(folder / ".metadata", "wb") as file:
+        Old(file).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    if accepted:
+        assert folders.check(folder)["a"].shape == (2,)
+        return
+    with pytest.raises(UsageError, match=r"rejected: .* \(builtins\.getattr\)"):
+        folders.check(folder)
 
 
 def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_path):
