@@ -9,7 +9,7 @@
 The second command writes the shards; without --data-source, the script uses samples. Each worker reads one
 contiguous part of the shards, so write several for each worker. In "train", each epoch shuffles the shards,
 and a buffer shuffles the pairs. The batches depend on the numbers of processes and workers: to resume
-within an epoch, use the same numbers.
+within an epoch, use the same numbers, batch size, buffer and seed.
 
 Parent: loader.py
 """
@@ -39,8 +39,11 @@ def parse_args():
     parser.add_argument("--shuffle-buffer", type=cli.positive_int, default=200, help="pairs per worker")
 
     parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
-    parser.add_argument("--img-dir", default="img", help="folder of input images in each split")
-    parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
+
+    # new # streaming: what the files of a pair are called
+    parser.add_argument("--img-dir", default="img", help="input images in the shards: KEY.img.*")
+    parser.add_argument("--gt-dir", default="gt", help="target images in the shards: KEY.gt.*")
+
     parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: keep")
     parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")

@@ -119,7 +119,7 @@ class Rest:
 class Ring:
     """Shared memory that `workers` reader processes fill with batches, `uint8` (2, N, 3, crop, crop), again and again.
 
-    New memory for each batch would cost a fifth of the time of decoding (docs/speed.md). A worker fills its slots in
+    New memory for each batch would cost a fifth of the time of decoding. A worker fills its slots in
     turn. It is at most two batches ahead of the one that the main process received last, because that is DataLoader's
     `prefetch_factor`. So with three slots, it never writes to that one's.
     """
@@ -128,7 +128,8 @@ class Ring:
 
     def __init__(self, workers: int, batch_size: int, crop: int) -> None:
         shape = max(1, workers) * self.SLOTS, 2, batch_size, 3, crop, crop
-        self.slots, self.turn = torch.empty(shape, dtype=torch.uint8).share_memory_(), 0
+        slots = torch.empty(shape, dtype=torch.uint8)  # without workers, in this process's own memory
+        self.slots, self.turn = slots.share_memory_() if workers else slots, 0
 
     def take(self, count: int) -> tuple[int, torch.Tensor]:
         """Return the number of this worker's next slot, and that slot for `count` pairs."""

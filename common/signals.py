@@ -12,7 +12,10 @@ noted = threading.Event()
 
 
 def end_with_parent(name: str) -> None:
-    """On Linux, make the kernel send this process the signal `name` when its parent ends; elsewhere, do nothing."""
+    """On Linux, make the kernel send this process the signal `name` when its parent ends; elsewhere, do nothing.
+
+    "Parent" is the thread that started this process (https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.Signals[name])  # PR_SET_PDEATHSIG
 

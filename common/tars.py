@@ -84,15 +84,19 @@ class Shards:
             first, stop = first - shard.size, stop - shard.size
             if begin >= end:
                 continue
-            count = 0
+            count, pair = 0, None
             for sample in _samples(shard.url):
-                if begin <= count < end:
-                    yield [_file(shard.url, sample, name) for name in self.names]
+                if count < end:  # the last pair waits until the shard's length is known: nobody asks after it
+                    if pair:
+                        yield pair
+                    pair = [_file(shard.url, sample, name) for name in self.names] if begin <= count else None
                 count += 1
                 if count == end < shard.size:  # another reader needs the rest
                     break
             if count != end:  # a tar file that was cut off between two files looks complete
                 raise ProcessError(f"{shard.url}: has {count} pairs, but its list says {shard.size}; copy it again")
+            if pair:
+                yield pair
 
 
 def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str, count: int) -> int:
@@ -151,7 +155,8 @@ def _open(url: str) -> IO[bytes]:
 
 
 def _reason(error: Exception) -> str:
-    first = str(error.args[0] if error.args else error)  # the library appends the stream, and further arguments
+    # the library appends the stream, and further arguments; http.client puts what was read into them
+    first = str(error.args[0] if error.args and not isinstance(error, http.client.HTTPException) else error)
     return getattr(error, "strerror", None) or first.split(" @ <")[0] or type(error).__name__
 
 
@@ -187,7 +192,11 @@ class _Download(io.RawIOBase):
         headers = {"Range": f"bytes={self.at}-"} if self.at else {}
         response = urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=TIMEOUT)
         skip = 0 if response.status == 206 else self.at  # 206: the server sends only what was asked for
-        self.size = int(response.headers["Content-Length"] or 0) + self.at - skip
+        if length := int(response.headers["Content-Length"] or 0):
+            size = length + self.at - skip
+            if self.at and self.size not in (0, size):
+                raise ConnectionError(0, f"the file has changed: {size} bytes, {self.size} before")
+            self.size = size
         while skip and (part := response.read(min(skip, 1 << 20))):
             skip -= len(part)
         return response

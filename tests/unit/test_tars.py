@@ -6,6 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 import loader_streaming
 from common import pairs, tars
@@ -40,7 +41,10 @@ def expected(first=0, stop=PAIRS):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a folder. `faults` lists what happens to the next requests for tar files: a code, or "lost"."""
+    """Serves a folder. `faults` lists what happens to the next requests for tar files.
+
+    A code, or half of the file: "lost", "chunk" (of a response without a length), "changed" (the next one is longer).
+    """
 
     def __init__(self, folder, ranges):
         super().__init__(("localhost", 0), Handler)
@@ -56,12 +60,18 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(fault, int) or not path.exists():
             return self.send_error(fault or 404)
         content = path.read_bytes()
+        if fault == "changed":
+            path.write_bytes(content + bytes(512))
         if self.server.ranges and self.headers["Range"]:
             start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
+        if fault == "chunk":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
-        self.wfile.write(content[start:(start + len(content)) // 2 if fault == "lost" else None])
+        self.wfile.write(b"%x\r\n" % len(content) * (fault == "chunk"))
+        self.wfile.write(content[start:(start + len(content)) // 2 if fault else None])
 
     def log_message(self, *arguments):
         pass
@@ -121,6 +131,17 @@ def test_a_server_that_is_gone_ends_the_attempts(serve):
     server.server_close()
     with pytest.raises(UsageError, match=rf"{server.url}/test.json: .*refused"):
         tars.Shards(server.url, "test", ("img", "gt"), 1)
+
+
+@pytest.mark.parametrize(("faults", "said"), [
+    (["changed"], "the file has changed: 51712 bytes, 51200 before"), (["chunk"] * 4, "IncompleteRead(")])
+def test_what_arrives_only_in_part_is_named_in_a_short_line(serve, faults, said):
+    server = serve()
+    server.faults += faults
+    with pytest.raises(ProcessError) as caught:
+        read(server.url)
+    message = str(caught.value)
+    assert f"{server.url}/test-000000.tar: " in message and said in message and len(message) < 200, message
 
 
 def add(path, name, content=b"more"):
@@ -187,6 +208,25 @@ def test_a_set_that_cannot_be_used_is_named_in_one_line(shards, case):
         read(shards)
     message = str(caught.value)
     assert str(file) in message and said in message.lower() and "\n" not in message, message
+
+
+class Undecoded(loader_streaming.Stream):
+    """The files here are no images."""
+
+    def _read(self, index):
+        self.held.pop(index)
+        return torch.zeros(2, 3, 1, 1)
+
+
+def test_an_epoch_does_not_end_well_with_more_pairs_than_listed(shards):
+    """It asks for no pair after the last one, which must wait until the shard has ended."""
+    shard, _ = spoil(shards, "more pairs")
+    found = tars.Shards(str(shards), "test", ("img", "gt"), 3)
+    stream = Undecoded(found, pairs.Cuts(0, 1, 0, train=False), range(2 * PER_SHARD), 2)
+    stream.ring = pairs.Ring(0, 2, 1)
+    assert not stream.ring.slots.is_shared()  # without workers, it needs no shared memory
+    with pytest.raises(ProcessError, match=f"{shard}: has 5 pairs, but its list says 4"):
+        list(stream)
 
 
 def test_a_shard_that_is_not_on_the_server_is_named(shards, serve):
