@@ -183,8 +183,8 @@ def main(args):
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
     # new # combined: DDP: block by block: equal blocks compile once, and no graph ends at a bucket
-    for block in models.blocks(model) if args.compile else []:
-        block.compile()
+    if args.compile:
+        recipe.compile_blocks(model)
 
     # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
     # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
@@ -203,16 +203,15 @@ def main(args):
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
     # new # combined: amp: fp16 skips a step that overflows; warm-up and average count the others
-    state["warm_up"] = recipe.WarmUp(optimizer, scheduler, args.warm_up)
+    state["warm_up"] = recipe.WarmUp(optimizer, args.warm_up)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
     if average:
         state["average"] = average
-        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+        recipe.after_update(optimizer, lambda: average.update_parameters(model))
 
     # new # combined: evaluate() measures the loss without smoothing
     train_criterion = recipe.smooth(criterion, args.label_smoothing)
-    if args.compress:
-        recipe.compress(parallel_model, args.compress)
+    recipe.compress(parallel_model, args.compress, scaler.is_enabled())
     if args.profile:
         recipe.trace(folder, device, optimizer, rank)
 
@@ -364,6 +363,10 @@ def main(args):
 
         # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
         lr = optimizer.param_groups[0]["lr"]
+
+        # new # combined: the last update's
+        lr *= state["warm_up"].factor
+
         scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         is_best, best_score = score > best_score, max(best_score, score)

@@ -1,6 +1,7 @@
 """Parts of a training recipe that work on one device as on many; train_combined.py uses them."""
 import atexit
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,32 +9,54 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from . import models
 from .errors import UsageError
 
 SKIPPED, STEPS = 5, 5  # the first steps allocate and set up; the trace has the next ones
 
 
-class WarmUp:
-    """Raises the learning rate linearly over the first `updates` steps of an optimizer, to the scheduler's rate.
+def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
+    """Call `action()` after each step in which `optimizer` updates the weights.
 
-    Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. It counts the steps that the optimizer takes: a
-    GradScaler skips one whose gradients overflow, and the hooks here do not run. Resumes from its `state_dict()`.
+    A GradScaler does not call the optimizer if gradients overflow, except one with `fused=True`, which skips the update
+    itself: then the optimizer has a nonzero `found_inf`.
+    """
+    def act(optimizer: Optimizer, *_: Any) -> None:
+        if not getattr(optimizer, "found_inf", None):
+            action()
+
+    optimizer.register_step_post_hook(act)
+
+
+class WarmUp:
+    """Raises the learning rate linearly over the first `updates` updates of an optimizer, to the scheduler's rate.
+
+    Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. Only the step itself sees the reduced rate: the
+    scheduler and checkpoints see the full one. `factor` is the last update's. Resumes from its `state_dict()`.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, updates: int) -> None:
-        self.scheduler, self.updates, self.done = scheduler, updates, 0
-        optimizer.register_step_pre_hook(self._set_rates)
-        optimizer.register_step_post_hook(self._count)
+    def __init__(self, optimizer: Optimizer, updates: int) -> None:
+        self.updates, self.done, self._rates = updates, 0, list[Any]()
+        optimizer.register_step_pre_hook(self._reduce_rates)
+        after_update(optimizer, self._count)
+        optimizer.register_step_post_hook(self._restore_rates)
 
-    def _set_rates(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.done < self.updates:
-            for group, rate in zip(optimizer.param_groups, self.scheduler.get_last_lr()):
-                group["lr"] = rate * (self.done + 1) / self.updates
+    @property
+    def factor(self) -> float:
+        return self.done / self.updates if self.done < self.updates else 1.0
 
-    def _count(self, *_: Any) -> None:
+    def _reduce_rates(self, optimizer: Optimizer, *_: Any) -> None:
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups if self.done < self.updates else []:
+            group["lr"] = group["lr"] * (self.done + 1) / self.updates
+
+    def _restore_rates(self, optimizer: Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates):
+            group["lr"] = rate
+
+    def _count(self) -> None:
         self.done += 1
 
     def state_dict(self) -> dict[str, int]:
@@ -41,6 +64,19 @@ class WarmUp:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.done = state["done"]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block of a model by itself, so that equal blocks compile only once.
+
+    Dynamo splits graphs that run inside DDP where DDP's buckets end, so that their gradients are sent earlier
+    (https://docs.pytorch.org/docs/stable/notes/ddp.html). Each block stays whole here: DDP sends between blocks.
+    """
+    from torch._dynamo import config
+
+    config.optimize_ddp = False
+    for block in models.blocks(model):
+        block.compile()
 
 
 def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
@@ -53,23 +89,30 @@ def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
     return smoothed
 
 
-def compress(parallel_model: DistributedDataParallel, kind: str) -> None:
-    """Let DDP send smaller gradients: "bf16" halves them, "powersgd" sends low-rank approximations.
+def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: bool) -> None:
+    """Let DDP send smaller gradients: "bf16" halves them, "powersgd" sends low-rank approximations; None sends all.
 
     PowerSGD (https://arxiv.org/abs/1905.13727) adds what it could not send to the next gradient. That error is part of
-    no checkpoint, so a resumed run differs from one that was not interrupted.
+    no checkpoint, so a resumed run differs from one that was not interrupted. After a `scaled` loss overflows, that
+    error would stay infinite, and the scaler would skip all later steps: raises UsageError.
     """
+    if scaled and kind == "powersgd":
+        raise UsageError("--compress powersgd: not with --precision fp16, whose overflows it would keep; use bf16")
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if kind == "bf16":
-        parallel_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    else:  # the first steps send whole gradients: early ones change too fast
+        try:
+            parallel_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        except TypeError:  # torch builds for CPUs only, and macOS
+            raise UsageError("--compress bf16: this build of torch has neither NCCL nor XCCL, which torch's hook "
+                             "requires; use --compress powersgd") from None
+    elif kind == "powersgd":  # the first steps send whole gradients: early ones change too fast
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         parallel_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -> None:
-    """Write a Chrome trace of steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, also memory-RANK.pickle.
+    """Write a Chrome trace of the optimizer's steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, memory-RANK.pickle.
 
     Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. The ranges:
     enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:, and Optimizer.step.

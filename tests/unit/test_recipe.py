@@ -1,27 +1,33 @@
 """The parts of common/recipe.py, in this process."""
 import pytest
 import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from common import errors, models, recipe
 
 
-def trained(warm_up, skipped=(), state=None):
-    """Return the rates of six steps of an optimizer at rate 1, two in an epoch, and the warm-up; fp16 skips some."""
+def trained(warm_up, skipped=(), state=None, fused=False, schedule=None):
+    """Return the rates of the updates in six steps, two in an epoch, and the warm-up. fp16 skips some steps."""
     weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(3, 0.0))
-    counter, rates = recipe.WarmUp(optimizer, scheduler, warm_up), []
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scheduler = schedule(optimizer) if schedule else LambdaLR(optimizer, models.cosine(3, 0.0))
+    counter, rates, used = recipe.WarmUp(optimizer, warm_up), [], []
     if state:
         counter.load_state_dict(state)
-    optimizer.register_step_post_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+    recipe.after_update(optimizer, lambda: rates.append(used[-1]))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(6):
         optimizer.zero_grad()
         scaler.scale((weight * (float("inf") if step in skipped else 1.0)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
+        assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+        assert not rates or used[-1] == pytest.approx(scheduler.get_last_lr()[0] * counter.factor) or step in skipped
         if step % 2:
             scheduler.step()
+    assert weight.item() == pytest.approx(1 - sum(rates))
     return rates, counter
 
 
@@ -33,8 +39,14 @@ def test_the_rate_rises_to_that_of_the_scheduler_and_follows_it():
     assert trained(4, state={"done": 3})[0] == pytest.approx([1, 1, 0.75, 0.75, 0.25, 0.25])
 
 
-def test_a_step_that_overflows_is_no_step_of_the_warm_up():
-    rates, counter = trained(4, skipped=[1])
+def test_a_scheduler_that_multiplies_the_rate_does_not_multiply_the_reduction():
+    rates, _ = trained(4, schedule=lambda optimizer: StepLR(optimizer, 1, 0.5))
+    assert rates == pytest.approx([0.25, 0.5, 0.5 * 0.75, 0.5, 0.25, 0.25])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_overflows_is_no_step_of_the_warm_up(fused):
+    rates, counter = trained(4, skipped=[1], fused=fused)
     assert rates == pytest.approx([0.25, 0.75 * 0.5, 0.75 * 0.75, 0.25, 0.25]) and counter.done == 5
 
 
@@ -47,3 +59,54 @@ def test_smoothing_is_of_a_copy_and_of_a_loss_that_has_it():
     with pytest.raises(errors.UsageError, match="--label-smoothing 0.1: MSELoss has none"):
         recipe.smooth(torch.nn.MSELoss(), 0.1)
     recipe.smooth(torch.nn.MSELoss(), 0)
+
+
+def test_powersgd_would_keep_an_overflow():
+    """It is refused before it touches the model."""
+    with pytest.raises(errors.UsageError, match="--compress powersgd: not with --precision fp16"):
+        recipe.compress(None, "powersgd", scaled=True)
+
+
+class Block(torch.nn.Module):
+    """Four layers of 1 MiB, DDP's first bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(512, 512) for _ in range(4)])
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+@pytest.fixture
+def ddp():
+    """Return a function that wraps a model in DDP, for this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield torch.nn.parallel.DistributedDataParallel
+    dist.destroy_process_group()
+
+
+def test_each_block_is_one_graph_and_equal_blocks_are_one_too(ddp):
+    from torch._dynamo import config, utils
+
+    utils.counters.clear()
+    model = torch.nn.Sequential(Block(), Block())
+    with config.patch(optimize_ddp=config.optimize_ddp):  # restores it afterwards
+        recipe.compile_blocks(model)
+        ddp(model)(torch.randn(2, 512, requires_grad=True)).sum().backward()
+    assert utils.counters["aot_autograd"]["ok"] == 1
+
+
+def test_bf16_gradients_lose_digits_or_are_refused_where_torch_has_no_nccl(ddp):
+    """Both builds of torch are used here: the one with CUDA has NCCL, those for CPUs only have not."""
+    model = torch.nn.Linear(3, 1, bias=False)
+    parallel_model, inputs = ddp(model), torch.tensor([[1 / 3, 1 / 5, 1 / 7]])
+    if not dist.is_nccl_available():
+        with pytest.raises(errors.UsageError, match="--compress bf16: this build of torch has neither NCCL nor XCCL"):
+            recipe.compress(parallel_model, "bf16", scaled=False)
+        return
+    recipe.compress(parallel_model, "bf16", scaled=False)
+    parallel_model(inputs).sum().backward()
+    assert torch.equal(model.weight.grad, inputs.bfloat16().float())
