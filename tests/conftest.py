@@ -1,5 +1,6 @@
 """Running the scripts as a user does: the real command, the real launcher, real processes."""
 import collections
+import importlib.metadata
 import json
 import os
 import re
@@ -53,6 +54,10 @@ Finished = collections.namedtuple("Finished", "code out err")
 # Several tests run at a time: a thread that waits for the others of its process must not keep a core busy meanwhile.
 # Three of train.py at a time on two cores then need 10 s instead of 22. Set before torch is loaded, here and below.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+if importlib.metadata.version("torch").startswith("2.9."):  # its launches on one host all use port 29500
+    os.environ |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
+GLOO = re.compile(r"^.*(?:\[Gloo\] Rank|peer ranks).*\n(?:\d*\n)*", re.M)  # torch 2.9 prints such lines, intertwined
 
 # A shell starts a background job with Ctrl-C ignored, and its children inherit that: tests send it
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -113,7 +118,7 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes outlived {' '.join(command)}"
-    return Finished(process.returncode, out, "".join(shown) if terminal else err)
+    return Finished(process.returncode, GLOO.sub("", out), "".join(shown) if terminal else err)
 
 
 def py_spy():
