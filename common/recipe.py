@@ -98,6 +98,8 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
     """
     if scaled and kind == "powersgd":
         raise UsageError("--compress powersgd: not with --precision fp16, whose overflows it would keep; use bf16")
+    if not kind:
+        return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if kind == "bf16":
@@ -106,7 +108,7 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
         except TypeError:  # torch builds for CPUs only, and macOS
             raise UsageError("--compress bf16: this build of torch has neither NCCL nor XCCL, which torch's hook "
                              "requires; use --compress powersgd") from None
-    elif kind == "powersgd":  # the first steps send whole gradients: early ones change too fast
+    else:  # the first steps send whole gradients: early ones change too fast
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         parallel_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
