@@ -88,6 +88,7 @@ def ddp():
     dist.destroy_process_group()
 
 
+@pytest.mark.drill
 def test_each_block_is_one_graph_and_equal_blocks_are_one_too(ddp):
     from torch._dynamo import config, utils
 
