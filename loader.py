@@ -19,7 +19,8 @@ Parent: none
 import os
 import time
 
-from common import cli, datasets, devices, errors, launch, pairs, reduce
+from common import cli, datasets, devices, endings, errors, launch, reduce
+from common.pairs import pairs
 
 import torch
 import torch.distributed as dist
@@ -123,6 +124,7 @@ def build_loader(args):
     ProcessError for a file that cannot be read.
     """
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
     cuts = pairs.Cuts(args.resize, args.crop, args.seed, train=args.split == "train")
     if cuts.train and args.batch_size > len(pair_list):
@@ -183,7 +185,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
         join_group(args)
         main(args)

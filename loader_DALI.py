@@ -14,7 +14,8 @@ Parent: loader.py
 import os
 import time
 
-from common import cli, datasets, devices, errors, launch, pairs, reduce
+from common import cli, datasets, devices, endings, errors, launch, reduce
+from common.pairs import pairs
 
 # new # DALI
 import numpy as np
@@ -36,7 +37,7 @@ try:
 except ImportError as error:
     if __name__ != "__main__":
         raise
-    with errors.report_errors():
+    with endings.report_errors():
         raise errors.UsageError(f"no NVIDIA DALI ({error}): pip install -r requirements-dali.txt") from None
 
 
@@ -198,6 +199,7 @@ def build_loader(args):
     ProcessError for a file that cannot be read.
     """
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     pair_list = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
     cuts = pairs.Cuts(args.resize, args.crop, args.seed, train=args.split == "train")
     if cuts.train and args.batch_size > len(pair_list):
@@ -258,7 +260,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
         join_group(args)
         main(args)

@@ -1,7 +1,7 @@
 """Read loader.py's pairs of images from tar shards in WebDataset's format, in a folder or over HTTP.
 
     pip install -r requirements-streaming.txt
-    python -m common.tars --data-source DATA --split train --output SHARDS
+    python -m common.pairs.tars --data-source DATA --split train --output SHARDS
     python loader_streaming.py --data-source SHARDS
     python loader_streaming.py --data-source https://HOST/SHARDS --workers 4
     python -m torch.distributed.launch --nproc_per_node=2 loader_streaming.py --data-source SHARDS
@@ -16,11 +16,12 @@ Parent: loader.py
 import os
 import time
 
-from common import cli, datasets, devices, errors, launch, pairs, reduce
+from common import cli, datasets, devices, endings, errors, launch, reduce
+from common.pairs import pairs
 
 # new # streaming
 import random
-from common import tars
+from common.pairs import tars
 
 import torch
 import torch.distributed as dist
@@ -199,6 +200,7 @@ def build_loader(args):
     ProcessError for a file that cannot be read.
     """
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
 
     # new # streaming: this reads only the list of shards
     names = args.img_dir, args.gt_dir
@@ -266,7 +268,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
         join_group(args)
         main(args)

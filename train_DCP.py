@@ -14,10 +14,14 @@ import time
 import os
 from datetime import timedelta
 
+# new # DDP
+from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+
 # new # FSDP
+from common import shards
 
 # new # DCP
-from common import checkpoint, cli, datasets, devices, errors, folders, launch, models, reduce, shards
+from common import folders
 
 
 import torch
@@ -122,6 +126,7 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
@@ -137,17 +142,14 @@ def main(args):
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
-    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
-
     # new # FSDP: a forward pass gathers weights, so every rank must take part in each
-    val_shard = datasets.EvenShard(len(val_set), rank, world_size)
+    val_share = shards.EvenShare(len(val_set), rank, world_size)
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-
     # new # FSDP: one whole model, in rank 0's host memory; on the meta device, tensors have no data
     with torch.device("cpu" if reduce.is_main_process() else "meta"):
         model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
@@ -165,7 +167,7 @@ def main(args):
 
     # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
     mesh = init_device_mesh(
-        device.type, reduce.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
+        device.type, shards.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
     for block in models.blocks(model, args.activation_checkpointing, args.bf16):
@@ -180,7 +182,7 @@ def main(args):
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # DCP: from a file, or from the newest whole folder, whatever number of processes wrote it
-    start_epoch, best_score = checkpoint.resume(args.resume, folder, state, load=dcp.load)
+    start_epoch, best_score = folders.resume(args.resume, folder, state, dcp.load)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
@@ -304,7 +306,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
 
         # new # DDP

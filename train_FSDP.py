@@ -14,8 +14,11 @@ import time
 import os
 from datetime import timedelta
 
+# new # DDP
+from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+
 # new # FSDP
-from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce, shards
+from common import shards
 
 import torch
 
@@ -116,6 +119,7 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
@@ -131,17 +135,14 @@ def main(args):
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
-    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
-
     # new # FSDP: a forward pass gathers weights, so every rank must take part in each
-    val_shard = datasets.EvenShard(len(val_set), rank, world_size)
+    val_share = shards.EvenShare(len(val_set), rank, world_size)
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-
     # new # FSDP: one whole model, in rank 0's host memory; on the meta device, tensors have no data
     with torch.device("cpu" if reduce.is_main_process() else "meta"):
         model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
@@ -159,7 +160,7 @@ def main(args):
 
     # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
     mesh = init_device_mesh(
-        device.type, reduce.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
+        device.type, shards.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
     for block in models.blocks(model, args.activation_checkpointing, args.bf16):
@@ -172,7 +173,9 @@ def main(args):
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
+
+    # new # FSDP: each process takes its shard of the file's whole tensors
+    start_epoch, best_score = checkpoint.resume(args.resume, folder, state, take=shards.take)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
@@ -248,18 +251,19 @@ def main(args):
         scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         is_best, best_score = score > best_score, max(best_score, score)
-        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
+
+        # new # FSDP: whole tensors, in rank 0's host memory; all processes must take part
+        content = shards.gather(checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score))
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # Save: last.pt comes last, because it marks the epoch as done
         if is_best:
             checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
 
         speed = len(train_loader) * args.batch_size / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -286,7 +290,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -17,8 +17,11 @@ from datetime import timedelta
 # new # PP
 from functools import partial
 
+# new # DDP
+from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+
 # new # PP
-from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce, shards
+from common import pipeline, shards
 
 import torch
 
@@ -128,6 +131,7 @@ def forward(schedule, batch_size, images):
 def main(args):
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
@@ -140,23 +144,20 @@ def main(args):
 
     # new # PP: every process reads whole batches: the first stage needs the images, the last one the labels
     local_batch_size = args.batch_size
-    micro_batches = shards.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
+    micro_batches = pipeline.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
     sampler = DistributedSampler(train_set, 1, 0, seed=datasets.mix(args.seed), drop_last=True)
 
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
-    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
-
     # new # PP
-    val_shard = range(len(val_set))
+    val_share = range(len(val_set))
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-
     # new # PP: one whole model, in rank 0's host memory; on the meta device, tensors have no data
     with torch.device("cpu" if reduce.is_main_process() else "meta"):
         model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
@@ -170,7 +171,7 @@ def main(args):
         models.freeze_layers(model)
 
     # new # PP: the layers of other processes stay on the meta device, under their names
-    parts = models.cut(model, world_size * args.chunks)[rank::world_size]
+    parts = pipeline.cut(model, world_size * args.chunks)[rank::world_size]
     shards.fill(model, shards.detach_tensors(model), device, parts)
     schedule = create_schedule(parts, micro_batches, device, criterion)
     model.forward = partial(forward, create_schedule(parts, micro_batches, device), local_batch_size)
@@ -180,7 +181,9 @@ def main(args):
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
+
+    # new # PP: each process takes its layers of the file's whole tensors
+    start_epoch, best_score = checkpoint.resume(args.resume, folder, state, take=shards.take)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
@@ -193,8 +196,6 @@ def main(args):
 
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
-
-    # new # DDP
 
     # new # PP
     layout = f"{world_size} process(es) x {micro_batches} micro-batches x {args.batch_size // micro_batches}"
@@ -239,8 +240,6 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # DDP: all processes get the same value, so either all stop or none do
-
             # new # PP: the other stages add zeros
             train_loss = reduce.reduce_sum(loss_sum).item() / step
 
@@ -258,18 +257,19 @@ def main(args):
         scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         is_best, best_score = score > best_score, max(best_score, score)
-        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
+
+        # new # PP: whole tensors, in rank 0's host memory; all processes must take part
+        content = shards.gather(checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score))
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # Save: last.pt comes last, because it marks the epoch as done
         if is_best:
             checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
 
         speed = len(train_loader) * args.batch_size / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -296,7 +296,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -10,15 +10,18 @@ Parent: train_FSDP.py
 import atexit
 import time
 
-# new # TP
-import math
-
 # new # DDP
 import os
 from datetime import timedelta
 
+# new # DDP
+from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+
 # new # FSDP
-from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce, shards
+from common import shards
+
+# new # TP
+from common import tensor_parallel
 
 import torch
 
@@ -74,8 +77,6 @@ def parse_args():
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # FSDP
-
     # new # TP
     parser.add_argument("--tensor-parallel", type=cli.positive_int, help="processes of a group (default: 2)")
 
@@ -130,6 +131,7 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
@@ -137,12 +139,10 @@ def main(args):
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 
-    # new # DDP: each process reads its share of each batch, in train.py's order
-
     # new # TP: the processes of a tensor group read the same samples
-    size = args.tensor_parallel or math.gcd(2, dist.get_world_size())
+    size = args.tensor_parallel or 2 - dist.get_world_size() % 2
     grid = init_device_mesh(
-        device.type, reduce.grid("--tensor-parallel", size)[::-1], mesh_dim_names=("data", "tensor"))
+        device.type, shards.grid("--tensor-parallel", size)[::-1], mesh_dim_names=("data", "tensor"))
     rank, world_size = grid["data"].get_local_rank(), grid["data"].size()
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
@@ -153,17 +153,14 @@ def main(args):
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
-    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
-
     # new # FSDP: a forward pass gathers weights, so every rank must take part in each
-    val_shard = datasets.EvenShard(len(val_set), rank, world_size)
+    val_share = shards.EvenShare(len(val_set), rank, world_size)
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-
     # new # FSDP: one whole model, in rank 0's host memory; on the meta device, tensors have no data
     with torch.device("cpu" if reduce.is_main_process() else "meta"):
         model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
@@ -179,11 +176,9 @@ def main(args):
     # new # FSDP: set the weights aside; no channels-last, which a shard cannot keep
     tensors = shards.detach_tensors(model)
 
-    # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
-
     # new # TP: split the layers first; FSDP2 then shards each part over the groups
     mesh = grid["data"]
-    plan = shards.check_plan(model, PLAN, grid)
+    plan = tensor_parallel.check_plan(model, PLAN, grid)
 
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
@@ -201,7 +196,9 @@ def main(args):
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
+
+    # new # FSDP: each process takes its shard of the file's whole tensors
+    start_epoch, best_score = checkpoint.resume(args.resume, folder, state, take=shards.take)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
@@ -214,8 +211,6 @@ def main(args):
 
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
-
-    # new # DDP
 
     # new # TP
     layout = f"{world_size} group(s) of {size} process(es) x 1 micro-batch x {local_batch_size}"
@@ -260,8 +255,6 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # DDP: all processes get the same value, so either all stop or none do
-
             # new # TP: the sum has the loss of every process
             train_loss = reduce.reduce_sum(loss_sum).item() / dist.get_world_size() / step
 
@@ -281,18 +274,19 @@ def main(args):
         scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         is_best, best_score = score > best_score, max(best_score, score)
-        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
+
+        # new # FSDP: whole tensors, in rank 0's host memory; all processes must take part
+        content = shards.gather(checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score))
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # Save: last.pt comes last, because it marks the epoch as done
         if is_best:
             checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
 
         speed = len(train_loader) * args.batch_size / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -319,7 +313,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -24,7 +24,7 @@ import sys
 from itertools import islice
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # elastic
 from common import signals
@@ -118,6 +118,7 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
@@ -144,8 +145,8 @@ def main(args):
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
-    val_shard = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
+    val_share = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
@@ -260,7 +261,7 @@ def main(args):
                 norm = torch.nn.utils.get_total_norm(model.parameters()).item()
                 errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
                 values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss, "order": order}
-                content = checkpoint.gather(state, **values, score=best_score, best_score=best_score)
+                content = checkpoint.collect(state, **values, score=best_score, best_score=best_score)
                 if reduce.is_main_process():
                     snapshots.save(folder / "last.pt", content)
 
@@ -268,7 +269,9 @@ def main(args):
             if stopping:
                 snapshots.wait()
                 dist.barrier()
-                return signals.stopped(epoch, step)
+                if reduce.is_main_process():
+                    print(f"epoch {epoch}, step {step}: stopped by a signal and saved; use --resume auto")
+                return signals.stopped()
 
         seconds = time.perf_counter() - start
 
@@ -283,7 +286,7 @@ def main(args):
         scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         is_best, best_score = score > best_score, max(best_score, score)
-        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
+        content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
@@ -292,12 +295,11 @@ def main(args):
         # new # elastic: finish writing the older snapshot first
         snapshots.wait()
 
-        # Save: last.pt comes last, because it marks the epoch as done
         if is_best:
             checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
 
         # new # elastic: only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
@@ -326,7 +328,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -15,7 +15,10 @@ import os
 from datetime import timedelta
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+
+# new # mp
+from common import spawn
 
 import torch
 
@@ -106,6 +109,7 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
@@ -122,8 +126,8 @@ def main(args):
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
-    val_shard = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
+    val_share = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
@@ -221,18 +225,17 @@ def main(args):
         scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         is_best, best_score = score > best_score, max(best_score, score)
-        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
+        content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # Save: last.pt comes last, because it marks the epoch as done
         if is_best:
             checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
 
         speed = len(train_loader) * args.batch_size / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -250,7 +253,7 @@ def worker(local_rank, args):
     os.environ.update(RANK=str(args.node_rank * args.nprocs + local_rank), LOCAL_RANK=str(local_rank),
                       WORLD_SIZE=str(args.nnodes * args.nprocs), LOCAL_WORLD_SIZE=str(args.nprocs),
                       MASTER_ADDR=args.ip, MASTER_PORT=str(args.port), TORCHELASTIC_USE_AGENT_STORE="True")
-    with errors.report_errors():
+    with endings.report_errors():
         join_group(args)
         main(args)
         dist.destroy_process_group()
@@ -271,11 +274,10 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
 
         # new # mp: the parent serves the store, so no other job can take the port first
         args.nprocs = args.nprocs or devices.count_processes(args.device)
-        store = launch.serve_store(args.ip, args.port, args.nnodes, args.node_rank)
-        args.port = store.port if store else args.port
+        store, args.port = spawn.serve_store(args.ip, args.port, args.nnodes, args.node_rank)
         mp.spawn(worker, (args,), args.nprocs)

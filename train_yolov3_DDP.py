@@ -12,14 +12,14 @@ import atexit
 import time
 
 # new # yolov3
-from common import detection, yolov3
+from common.detection import data, mean_ap, yolov3
 
 # new # DDP
 import os
 from datetime import timedelta
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 import torch
 
@@ -41,7 +41,7 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
 
     # new # yolov3
-    parser.add_argument("--dataset", choices=detection.DATASETS, default="scenes", help="the dataset")
+    parser.add_argument("--dataset", choices=data.DATASETS, default="scenes", help="the dataset")
     parser.add_argument("--image-size", type=cli.positive_int, default=96, help="pixels, a multiple of 32")
     parser.add_argument("--multi-scale", action="store_true", help="another image size every 10 steps")
     parser.add_argument("--preview", action="store_true", help="only draw training images, to preview.png")
@@ -102,8 +102,8 @@ def evaluate(model, loader, normalize, device):
 
         # new # yolov3
         sums[0] += criterion(outputs, labels)
-        sums[1:] += detection.count_boxes(labels, model.num_classes)
-        rows.append(detection.match(yolov3.detect(outputs), labels))
+        sums[1:] += data.count_boxes(labels, model.num_classes)
+        rows.append(mean_ap.match(yolov3.detect(outputs), labels))
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -113,7 +113,7 @@ def evaluate(model, loader, normalize, device):
 
     # new # yolov3
     loss, *boxes = sums.tolist()
-    return loss / max(sum(boxes), 1), detection.average_precision(torch.cat(rows), boxes)
+    return loss / max(sum(boxes), 1), mean_ap.average_precision(torch.cat(rows), boxes)
 
 
 def open_log(args, start_epoch, headline):
@@ -128,15 +128,15 @@ def open_log(args, start_epoch, headline):
 def main(args):
     torch.manual_seed(args.seed)
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # yours: the data; the loader drops an incomplete last batch, different samples each epoch
-
     # new # yolov3
-    train_set, val_set = detection.create_datasets(args.dataset, args.data_path, args.image_size, args.seed)
+    train_set, val_set = data.create_datasets(args.dataset, args.data_path, args.image_size, args.seed)
     if args.preview:
-        return detection.save_preview(folder / "preview.png", train_set)
+        return data.save_preview(folder / "preview.png", train_set)
 
     datasets.require_samples(train_set, val_set, args.batch_size)
 
@@ -149,15 +149,14 @@ def main(args):
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
-    val_shard = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_shard, **options[1])
+    val_share = range(rank, len(val_set), world_size)
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-
     # new # yolov3
-    model = yolov3.create_model(args.model, train_set.num_classes, detection.anchors(train_set))
+    model = yolov3.create_model(args.model, train_set.num_classes, data.anchors(train_set))
 
     # new # DDP: before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
@@ -178,7 +177,6 @@ def main(args):
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
     # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
-
     # new # yolov3: AdamW's learning rate grows with the square root of the batch size
     adamw = args.optimizer == "adamw"
     lr = args.lr * (args.batch_size / 128) ** (0.5 if adamw else 1)
@@ -231,7 +229,7 @@ def main(args):
 
             # new # yolov3
             if args.multi_scale:
-                images, labels = detection.rescale(images, labels, args.seed, epoch, step)
+                images, labels = data.rescale(images, labels, args.seed, epoch, step)
 
             optimizer.zero_grad()
 
@@ -271,18 +269,17 @@ def main(args):
         score = metrics["mAP50"]
 
         is_best, best_score = score > best_score, max(best_score, score)
-        content = checkpoint.gather(state, epoch=epoch, score=score, best_score=best_score)
+        content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
             continue
 
-        # Save: last.pt comes last, because it marks the epoch as done
         if is_best:
             checkpoint.save_checkpoint(folder / "best.pt", content)
         if args.save_every and epoch % args.save_every == 0:
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)
+        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
 
         speed = len(train_loader) * args.batch_size / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -295,7 +292,7 @@ def main(args):
 
         # new # yolov3: the true and the predicted boxes of validation images
         if epoch == args.epochs:
-            detection.save_detections(folder / "detections.png", val_set, lambda images: yolov3.detect(
+            data.save_detections(folder / "detections.png", val_set, lambda images: yolov3.detect(
                 model(normalize(images.to(device)))))
 
 
@@ -314,7 +311,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -21,9 +21,8 @@ import time
 
 from tqdm import tqdm
 
-from benchmarks import measure, tables
-from common import cli, devices, errors
-from tools import plots
+from benchmarks import measure, plots, tables
+from common import cli, devices, endings
 
 
 def one_run(script: str, seed: int, args, processes: int) -> dict:
@@ -94,5 +93,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         main()

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import OTHERS, floor_table, path_of, ratio, save, spread
-from common import cli, datasets, detection, devices, errors, models
+from common import cli, datasets, devices, endings, models
+from common.detection import data
 
 DETECTOR = "yolov3-tiny"
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
@@ -66,7 +67,7 @@ def main() -> None:
         args.dataset, args.model, args.scripts, args.others = "scenes", "tiny", ["train_yolov3_DDP.py"], []
     device = devices.select_device(args.device)
     where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
-    create, options = (detection.create_datasets, (96, 0)) if detector else (datasets.create_datasets, (0, "."))
+    create, options = (data.create_datasets, (96, 0)) if detector else (datasets.create_datasets, (0, "."))
     train_set, _ = create(args.dataset, args.data_path, *options)
     images = len(train_set) // args.batch_size * args.batch_size
     threads = max(1, os.cpu_count() // args.processes)  # as many as each process of the other contenders has
@@ -80,14 +81,15 @@ def main() -> None:
         for number, (done, name) in enumerate(tqdm(turns, "turns", disable=None), 1):
             contenders[name].turn(args.epochs)
             if number % len(contenders) == 0:
-                data = {"machine": where, "arguments": {**vars(args), "rounds": done + 1}, **figures(contenders, alone)}
-                save(path_of("floor", where, args.dataset, args.model, str(args.processes)), data)
+                arguments = {**vars(args), "rounds": done + 1}
+                found = {"machine": where, "arguments": arguments, **figures(contenders, alone)}
+                save(path_of("floor", where, args.dataset, args.model, str(args.processes)), found)
     finally:
         for contender in contenders.values():
             contender.end()
-    print(floor_table(data))
+    print(floor_table(found))
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         main()

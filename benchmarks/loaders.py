@@ -32,7 +32,8 @@ import loader
 import loader_streaming
 from benchmarks import measure
 from benchmarks.tables import RESULTS, around, ratio, save, spread, table
-from common import cli, devices, errors, launch, pairs, tars
+from common import cli, devices, endings, launch
+from common.pairs import pairs, tars
 
 
 class Task(NamedTuple):
@@ -234,5 +235,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         main()

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import ROOT, memory_table, path_of, save
-from common import cli, errors
+from common import cli, endings
 
 SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
 STEPS = 3
@@ -143,5 +143,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         watch(*sys.argv[2:]) if sys.argv[1:2] == ["watch"] else main()

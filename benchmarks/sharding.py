@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import ROOT, path_of, ratio, save, sharding_table, spread
-from common import checkpoint, errors, folders, models
+from common import checkpoint, endings, folders, models, pipeline, shards
 
 PROCESSES, STEPS = 2, 6
 MICRO_BATCHES = [2, 4, 8]  # of IMAGES images each
 IMAGES = 8
 STEPPING = ["train_DDP.py", "train_FSDP.py"]
 # by script: the calls for which training waits at each checkpoint, in their order
-SAVING = {"train_FSDP.py": [(checkpoint, "gather"), (checkpoint, "save_checkpoint")],
+SAVING = {"train_FSDP.py": [(shards, "gather"), (checkpoint, "save_checkpoint")],
           "train_elastic.py": [(checkpoint.BackgroundWriter, "save")],
           "train_DCP.py": [(folders, "wait"), (folders, "prune"), (folders, "create"), (dcp, "async_save")]}
 
@@ -96,7 +96,7 @@ def bubbles_of(rounds: int, model: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = models.cut(models.create_model(model, 10, (1, 28, 28)), world_size)[rank::world_size]
+    parts = pipeline.cut(models.create_model(model, 10, (1, 28, 28)), world_size)[rank::world_size]
     schedules = {number: train_PP.create_schedule(parts, number, torch.device("cpu"), train_PP.criterion)
                  for number in MICRO_BATCHES}
     busy: list[float] = []
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         if "RANK" not in os.environ:
             main()
         elif sys.argv[1] == "bubbles":

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import path_of, ratio, save, spread, step_table
-from common import datasets, devices, errors, models
+from common import datasets, devices, endings, errors, models
 
 PLAIN, PRECISIONS = "as the scripts", {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHANGES = {PLAIN: {}, "torch's own layout": {"contiguous": True}, "fused optimizer": {"fused": True},
@@ -163,6 +163,7 @@ def main() -> None:
     if args.epochs < 2:
         raise errors.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")
     device = devices.select_device(args.device)
+    devices.keep_freed_memory(device)
     where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
     train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     content = {"machine": where, "arguments": vars(args), "threads": torch.get_num_threads(),
@@ -172,5 +173,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         main()

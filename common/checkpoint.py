@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
+from torch import Tensor
 
-from . import folders, shards
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
@@ -85,17 +85,25 @@ def _kernel() -> str:
         return socket.gethostname()
 
 
-def gather(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+def collect(state: dict[str, Any], **values: Any) -> dict[str, Any]:
     """Return the content of a checkpoint: the `state_dict()` of each object in `state`, plus `values`.
 
-    Every process must call it: the main process then has whole tensors, even if each process holds only shards of them.
     `values` must be plain Python values, so that the file loads with `weights_only=True`.
     """
-    return shards.gather({name: part.state_dict() for name, part in state.items()} | values)
+    return {name: part.state_dict() for name, part in state.items()} | values
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tensors, on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
 
 
 def save_checkpoint(path: str | Path, content: dict[str, Any]) -> None:
-    """Write `content`, from gather(), to `path` atomically.
+    """Write `content`, from collect(), to `path` atomically.
 
     It writes a temporary file, flushes it to disk and renames it, so a crash leaves the old file or the new one. Raises
     ProcessError if the file cannot be written (disk full, no permission).
@@ -128,7 +136,7 @@ class BackgroundWriter:
     def save(self, path: str | Path, content: dict[str, Any]) -> None:
         """Wait for the previous save, copy `content`, and write it in the background."""
         self.wait()
-        self.writing = self.pool.submit(save_checkpoint, path, shards.copied(content))
+        self.writing = self.pool.submit(save_checkpoint, path, copied(content))
 
     def wait(self) -> None:
         """Wait until the last save is on disk; raise ProcessError if it failed."""
@@ -137,11 +145,12 @@ class BackgroundWriter:
 
 
 def load_file(option: str, path: str | Path) -> dict[str, Any]:
-    """Return what `torch.save` wrote to `path`, on the CPU: only tensors and plain values, without executing code.
+    """Return the dict that `torch.save` wrote to `path`, with its tensors on the CPU.
 
-    The file is memory-mapped, so that the processes of a host share one copy of its pages (`mmap` in
-    https://docs.pytorch.org/docs/stable/generated/torch.load.html). Copy any tensor that must outlive the file.
-    Raises UsageError, naming `option`, if the file is missing, incomplete or in another format.
+    The file may contain only tensors and plain values, so loading executes no code. It is memory-mapped: the processes
+    of a host share one copy of its pages (`mmap` in https://docs.pytorch.org/docs/stable/generated/torch.load.html).
+    Copy any tensor that must outlive the file. Raises UsageError, naming `option`, if the file is missing, incomplete
+    or in another format.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -160,32 +169,39 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
     return content
 
 
+def _whole(part: Any, saved: Any) -> Any:
+    return copied(saved)  # the file is mapped into memory
+
+
 def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any],
-           progress: dict[str, Any] | None = None, load: Callable[..., None] | None = None) -> tuple[int, float]:
+           progress: dict[str, Any] | None = None, take: Callable[[Any, Any], Any] = _whole,
+           read: Callable[[str | Path], dict[str, Any]] | None = None) -> tuple[int, float]:
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best score so far or -inf).
 
-    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). A checkpoint of any script
-    fits: optional parts that it lacks, such as a `scaler`, stay unchanged. The optimizer keeps this command's rate,
-    momentum and weight decay; one line lists the changes. `progress` receives the checkpoint's values for its keys;
-    without it, a snapshot within an epoch is rejected. With `load` (torch.distributed.checkpoint's), `path` may also be
-    a folder of train_DCP.py, and "auto" is the newest whole one. Raises UsageError if the checkpoint does not fit or
-    differs between processes.
+    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). It accepts a checkpoint of
+    any script: optional parts that the checkpoint lacks, such as a `scaler`, stay unchanged. The optimizer uses this
+    command's learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress`
+    receives its value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected.
+    `take(part, saved)` returns the state that the object `part` loads, given its `saved` state; by default, a copy.
+    `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if the
+    checkpoint does not fit or differs between processes.
     """
-    for group in state["optimizer"].param_groups:  # this command's rate, which not every scheduler records
+    for group in state["optimizer"].param_groups:  # not every scheduler records this command's rate
         group.setdefault("initial_lr", group["lr"])
     if path == "auto":
-        path = next(reversed(folders.whole_folders(Path(output_dir))), None) if load else Path(output_dir, "last.pt")
-        path = path if path and path.exists() else None
-    found = (1, -math.inf) if path is None else _restore(path, state, progress, load)
+        path = Path(output_dir, "last.pt")
+        path = path if path.exists() else None
+    found = (1, -math.inf)
+    if path is not None:
+        content = read(path) if read else load_file("--resume", path)
+        found = _restore(path, content, state, progress, take)
     if not agree((found, progress)):
         raise UsageError("--resume: the processes found different checkpoints; all hosts need to see the same folder")
     return found
 
 
-def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] | None,
-             load: Callable[..., None] | None) -> tuple[int, float]:
-    checkpoint = (folders.read(Path(path), state, load) if load and Path(path).is_dir()
-                  else load_file("--resume", path))
+def _restore(path: str | Path, checkpoint: dict[str, Any], state: dict[str, Any], progress: dict[str, Any] | None,
+             take: Callable[[Any, Any], Any]) -> tuple[int, float]:
     for name in [*state, "epoch", "score", "best_score"]:
         if name not in checkpoint and name in REQUIRED:
             raise UsageError(f"--resume {path}: has no {name!r}; to load only its weights, use --weights")
@@ -194,7 +210,7 @@ def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] |
         if not checkpoint.get(name):  # a disabled scaler has no state
             continue
         try:
-            part.load_state_dict(shards.take(part, checkpoint[name]))
+            part.load_state_dict(take(part, checkpoint[name]))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"--resume {path}: its {name} does not fit; check --model, --dataset, --freeze-layers "
                              "and, for a detector, --optimizer") from None
@@ -217,7 +233,7 @@ def _restore(path: str | Path, state: dict[str, Any], progress: dict[str, Any] |
 def _keep_settings(state: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
     """Reset a restored optimizer to this command's `settings`; return the changes: ["lr from 0.1 to 0.2"].
 
-    A momentum that the scheduler changes, as OneCycleLR does, continues where the checkpoint left it.
+    A momentum that the scheduler changes, as OneCycleLR does, keeps the checkpoint's value.
     """
     groups, scheduler = state["optimizer"].param_groups, cast(Any, state.get("scheduler"))
     scheduled = {"lr", "momentum", "betas"} if getattr(scheduler, "cycle_momentum", False) else {"lr"}

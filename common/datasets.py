@@ -5,12 +5,12 @@ The scripts accept any dataset with a length and one of these methods:
 - `__getitem__(index)` returns a sample: a tuple (input, target) of tensors, arrays or numbers.
 - `__getitems__(indices)` returns a list of samples, as torch expects, or a whole batch: a tuple of two tensors.
 
-The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). A loader has nothing to
-collate then, and bytes are a quarter the size of floats. On the device, `Normalize` converts only `uint8` images. A
-dataset may have these attributes; the scripts also find them inside torch's Subset and ConcatDataset:
+The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). So a loader has nothing to
+collate, and it transfers `uint8`: a quarter of the bytes of `float32`. On the device, `Normalize` converts only `uint8`
+images. A dataset may have these attributes; the scripts also find them inside torch's Subset and ConcatDataset:
 
-- `set_epoch(epoch)` is called before each epoch. Loader workers outlive epochs only if they can read the new epoch
-  from a tensor `epoch` in shared memory. Augmentation here depends only on `(seed, epoch, index)`, so that any
+- `set_epoch(epoch)` is called before each epoch. Loader workers stay alive between epochs only if they can read the new
+  epoch from a tensor `epoch` in shared memory. Augmentation here depends only on `(seed, epoch, index)`, so that any
   number of processes and workers trains on the same images. Augmentation that draws from torch's global generator
   depends on the number of processes and workers.
 - `mean` and `std`, per channel, for pixels in [0, 1].
@@ -19,9 +19,9 @@ dataset may have these attributes; the scripts also find them inside torch's Sub
 """
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.error import URLError
 
 import numpy as np
@@ -30,42 +30,52 @@ import torch.nn.functional as F
 from filelock import FileLock
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, IterableDataset, Sampler, Subset, default_collate
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 
 from .errors import ProcessError, UsageError, reason
-from .launch import cores_per_process
+from .launch import cores_per_process, tie_worker
 from .reduce import is_main_process
-from .signals import tie_worker
 
-DATASETS = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "fake"]
 PINNED = ("cuda", "xpu")  # devices that copy from pinned memory
-SPLIT_SEED = 0  # for datasets without a validation split: every run has the same one, whatever its --seed
+SPLIT_SEED = 0  # splits datasets that have no validation set; the same for every --seed
 
-# (mean, std) of each training set, per channel, for pixels in [0, 1]; ImageNet's for folders of photos
-GRAY: dict[str, tuple] = {"digits": (0.3058, 0.3250), "mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
-COLOR: dict[str, tuple] = {
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "fake": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
+
+class Kind(NamedTuple):
+    """A dataset: `mean` and `std` are those of the training set, per channel, for pixels in [0, 1]."""
+
+    classes: int | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augment: bool = False
+    load: Callable[[str, str | Path], list[tuple[Tensor, Tensor]]] | None = None  # from its name and --data-path
+
+
+DATASETS = {
+    "digits": Kind(10, (0.3058,), (0.3250,), False, lambda name, path: digits()),
+    "mnist": Kind(10, (0.1307,), (0.3081,), False, lambda name, path: _torchvision("MNIST", name, path)),
+    "fashion-mnist": Kind(10, (0.2860,), (0.3530,), False, lambda name, path: _torchvision("FashionMNIST", name, path)),
+    "cifar10": Kind(10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), True,
+                    lambda name, path: _torchvision("CIFAR10", name, path)),
+    "cifar100": Kind(100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), True,
+                     lambda name, path: _torchvision("CIFAR100", name, path)),
+    "folder": Kind(None, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), True),  # mean and std of ImageNet
+    "fake": Kind(100, (0.5, 0.5, 0.5), (0.29, 0.29, 0.29), True,
+                 lambda name, path: [_fake(50_000, 1), _fake(10_000, 2)]),
 }
 
 
 def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Path) -> tuple[Any, Any]:
     """Return the training and validation sets of `name`, one of DATASETS.
 
-    `path` holds torchvision's datasets (one process downloads them, the others wait) or, for "folder", the images; the
-    main process writes their `class_indices.json` to `output_dir`. Raises UsageError if the data is missing.
+    `path` is the folder of torchvision's datasets, which one process downloads while the others wait. For "folder", it
+    is the folder of the images, and the main process writes `class_indices.json` to `output_dir`. Raises UsageError if
+    the data is missing.
     """
-    if name == "folder":
+    kind = DATASETS[name]
+    if not kind.load:
         return _folder(Path(path), seed, output_dir)
-    if name == "digits":
-        train, val = _digits()
-    elif name == "fake":
-        train, val = _fake(50_000, 1), _fake(10_000, 2)
-    else:
-        train, val = _torchvision(name, path)
-    return ArrayDataset(name, *train, seed, augment=name in COLOR), ArrayDataset(name, *val, seed)
+    train, val = kind.load(name, path)
+    return ArrayDataset(name, *train, seed, augment=kind.augment), ArrayDataset(name, *val, seed)
 
 
 class ArrayDataset:
@@ -77,11 +87,10 @@ class ArrayDataset:
     def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:
         self.images, self.labels = images, labels
         self.seed, self.augment = seed, augment
-        self.num_classes = 100 if name in ("cifar100", "fake") else 10
+        self.num_classes, self.mean, self.std = DATASETS[name][:3]
         self.image_shape = tuple(images.shape[1:])
-        self.mean, self.std = COLOR.get(name) or GRAY[name]
-        self.most_workers = 2 if augment else 0  # a core gathers 500,000 images/s (sending is slower), augments 65,000
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers outlive epochs
+        self.most_workers = 2 if augment else 0  # a core copies 500,000 images/s (sending is slower) or augments 65,000
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers stay alive between epochs
         self.draws: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __len__(self) -> int:
@@ -115,13 +124,14 @@ class ArrayDataset:
 
 
 class FolderDataset:
-    """Labeled image files, decoded on access: `uint8` (N, 3, 224, 224), `int64` (N,).
+    """Labeled image files, decoded on access: images `uint8` (N, 3, 224, 224), labels `int64` (N,).
 
-    As in torchvision's reference training, `augment` takes a random resized crop and flips it at random. Otherwise, the
-    image is resized to 256 pixels and center-cropped. Raises ProcessError, naming the file, if it cannot be decoded.
+    With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training.
+    Otherwise, the image is resized to 256 pixels and center-cropped. Raises ProcessError, naming the file, if an image
+    cannot be decoded.
     """
 
-    mean, std = COLOR["folder"]
+    mean, std = DATASETS["folder"][1:3]
     image_shape = (3, 224, 224)
 
     def __init__(self, samples: list[tuple[str, int]], num_classes: int, seed: int, augment: bool = False) -> None:
@@ -153,7 +163,7 @@ class FolderDataset:
 
         image = decode(self.samples[index][0])
         with torch.random.fork_rng(devices=[]):  # makes any random transform reproducible
-            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # not the GPU's
+            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # only the CPU's generator
             return self.transform(image)
 
 
@@ -182,7 +192,7 @@ class Normalize(nn.Module):
 
 
 def _statistics(dataset: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the dataset's mean and std, if both are numbers per channel for pixels in [0, 1], else None."""
+    """Return the dataset's mean and std if both hold one number per channel for pixels in [0, 1], else None."""
     try:
         mean, std = (torch.as_tensor(_attribute(dataset, name), dtype=torch.get_default_dtype()).reshape(-1)
                      for name in ("mean", "std"))
@@ -201,7 +211,7 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _attribute(dataset: Any, name: str) -> Any:
-    """Return the attribute of the dataset, or of the first dataset inside it that has one; else None."""
+    """Return the attribute `name` of the dataset or of the first dataset inside it that has it; None if none has."""
     return next((found for part in _parts(dataset) if (found := getattr(part, name, None)) is not None), None)
 
 
@@ -273,12 +283,12 @@ def _describe(value: Any) -> str:
 
 
 def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
-    """Return the DataLoader arguments for a dataset; the validation set may need fewer workers than the training set.
+    """Return the DataLoader arguments for one dataset: a validation set may need fewer workers than a training set.
 
-    `workers` defaults to this process's share of the host's cores minus one, at most 8 or the dataset's `most_workers`.
-    Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned if the device can
-    copy them while the CPU continues. Only then is `non_blocking` safe: on MPS, such a copy can read memory that is
-    already reused (pytorch issue 189690).
+    By default, `workers` is this process's share of the host's cores minus one, at most the dataset's `most_workers`
+    or, without it, 8. Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned if
+    the device can copy them while the CPU continues. Only then is `non_blocking` safe: on MPS, such a copy can read
+    memory that is already reused (pytorch issue 189690).
     """
     if workers is None:
         most = _attribute(dataset, "most_workers")
@@ -289,31 +299,13 @@ def loader_options(workers: int | None, device: torch.device, dataset: object) -
             "collate_fn": collate, "worker_init_fn": tie_worker}
 
 
-class EvenShard(Sampler):
-    """Every `count`th of `length` samples, from number `rank` on, with equally many for each rank.
-
-    A forward pass that communicates needs the same batches on every rank. The shards of the last ranks end with a
-    sample that does not count: the first `own` ones do.
-    """
-
-    def __init__(self, length: int, rank: int, count: int) -> None:
-        self.own = len(range(rank, length, count))
-        self.indices = [index % length for index in range(rank, length + -length % count, count)]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-
 def mix(*numbers: int) -> int:
     """Return a 63-bit seed that depends on all numbers and their order."""
     return random.Random(" ".join(map(str, numbers))).getrandbits(63)
 
 
 def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of 80 % and of 20 % of the samples of each class, the same in every run."""
+    """Return (training, validation) indices: 80 % and 20 % of each class, the same in every run."""
     labels = np.asarray(labels)
     shuffled = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
     val = np.concatenate([of_class[:round(len(of_class) / 5)] for of_class in
@@ -321,7 +313,8 @@ def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     return np.setdiff1d(np.arange(len(labels)), val), np.sort(val)
 
 
-def _digits() -> list[tuple[Tensor, Tensor]]:
+def digits() -> list[tuple[Tensor, Tensor]]:
+    """Return [training, validation] of the digits: (images `uint8` (N, 1, 28, 28), labels `int64` (N,)) each."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
     images = F.interpolate(images[:, None] * (255 / 16), size=28, mode="bilinear", align_corners=False)
@@ -335,15 +328,13 @@ def _fake(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(100, (count,), generator=generator)
 
 
-def _torchvision(name: str, path: str | Path) -> list[tuple[Tensor, Tensor]]:
-    import torchvision
+def _torchvision(kind: str, name: str, path: str | Path) -> list[tuple[Tensor, Tensor]]:
+    from torchvision import datasets  # here, because importing torchvision takes half a second
 
-    kind = {"mnist": torchvision.datasets.MNIST, "fashion-mnist": torchvision.datasets.FashionMNIST,
-            "cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with FileLock(Path(path, f".{name}.lock")):  # one process downloads; the others wait, then find it there
-            sets = [kind(path, train=train, download=True) for train in (True, False)]
+            sets = [getattr(datasets, kind)(path, train=train, download=True) for train in (True, False)]
     except (URLError, RuntimeError) as error:
         raise UsageError(f"--dataset {name}: not in --data-path {path}; download failed ({reason(error)})") from None
     except OSError as error:

@@ -1,6 +1,5 @@
 """Devices: select one for each process and configure torch for it."""
 import ctypes
-import gc
 import os
 from collections.abc import Collection
 
@@ -14,30 +13,24 @@ from .errors import UsageError
 def select_device(name: str | None, local_rank: int | None = None) -> torch.device:
     """Return the device `name`; by default the accelerator, or the CPU if there is none.
 
-    A process in a group passes its `local_rank`: it gets its own device, set as the current one. Otherwise every
-    process would open a context on device 0. Raises UsageError if the device is not available.
-
-    What is imported by now stays until the end, so it takes it out of garbage collection: no collection visits torch's
-    200,000 objects again, and loader workers share their memory (https://docs.python.org/3/library/gc.html#gc.freeze).
+    A process in a group passes its `local_rank`: it gets its own device, which becomes the current one. Otherwise,
+    every process would open a context on device 0. Raises UsageError if the device is not available.
     """
-    gc.freeze()
     device = _choose(name, local_rank)
-    if device.type == "cpu":
-        _keep_freed_memory()
-    elif local_rank is not None:
+    if device.type != "cpu" and local_rank is not None:
         torch.accelerator.set_device_index(device.index)
     return device
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory: what a step returns to Linux costs page faults in the next one (docs/speed.md).
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU, let glibc keep freed memory: returning it would cost page faults in each step (docs/speed.md).
 
     The settings are those of https://man7.org/linux/man-pages/man3/mallopt.3.html. Other C libraries do not have them.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks do not come from the heap; glibc takes no more
-        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD: what may be free at the end of the heap
+    if mallopt and device.type == "cpu":
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks do not come from the heap; 32 MiB is the maximum
+        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD: the free bytes that the heap may keep at its end
 
 
 def count_processes(name: str | None) -> int:
@@ -58,10 +51,11 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
                   processes: int = 1, in_groups: Collection[str] = ()) -> str:
     """Return the name of the device to use, such as "cpu", "cuda" or, for a process in a group, "cuda:1".
 
-    `name` is --device or None, `accelerator` the host's type ("cuda", "mps", None), `count` its visible devices. A
-    process in a group has a `local_rank` among the `processes` of its host, and may use the types in `in_groups`. Local
-    ranks wrap around at `count`: processes share devices if there are too few, and use index 0 if a scheduler shows
-    each process only its own device. Raises UsageError.
+    `name` is the value of --device or None, `accelerator` is the host's type of accelerator ("cuda", "mps", None), and
+    `count` is the number of its visible devices. A process in a group has a `local_rank` among the `processes` of its
+    host, and may use the types in `in_groups`. Local ranks wrap around at `count`: processes share devices if there are
+    too few, and use index 0 if a scheduler shows each process only its own device. Raises UsageError if the processes
+    cannot use this device.
     """
     try:
         device = torch.device(name or accelerator or "cpu")
@@ -113,10 +107,11 @@ def identify(device: torch.device) -> str:
 def set_deterministic(wanted: bool, device: torch.device) -> None:
     """If `wanted`, make GPU results bit-identical between runs; this is slower.
 
-    Operations without a deterministic version raise an error. Raises UsageError on MPS, where max-pooling's backward
-    pass has none (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
-    Following https://docs.pytorch.org/docs/stable/notes/randomness.html, it selects deterministic algorithms, disables
-    the search for the fastest convolution and fixes the cuBLAS workspace, which must happen before cuBLAS is used.
+    Operations without a deterministic version raise an error. Raises UsageError on MPS, because max-pooling's backward
+    pass has no deterministic version there
+    (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). Following
+    https://docs.pytorch.org/docs/stable/notes/randomness.html, it selects deterministic algorithms, disables the search
+    for the fastest convolution and fixes the cuBLAS workspace. Call it before anything uses cuBLAS.
     """
     if not wanted:
         return

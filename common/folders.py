@@ -1,10 +1,10 @@
 """Checkpoints of torch.distributed.checkpoint: one folder per step, with a file for each process.
 
-torch writes `.metadata` last: a folder without it is not whole. That file is a pickle, which torch loads without
-restrictions. So every folder is checked first: `.metadata` may name only the classes below, and all entries must be
-tensors, because torch would unpickle any other. The rest of a run's state is in `values.json`.
+torch writes `.metadata` last: a folder without it is incomplete. That file is a pickle, which torch loads without
+restrictions. So this module checks every folder first: `.metadata` may name only the classes below, and all entries
+must be tensors, because torch would unpickle any other entry. The rest of a run's state is in `values.json`.
 
-    python -m common.folders runs/step-0000220 last.pt    # one file, for every other script
+    python -m common.folders runs/step-0000220 last.pt    # writes one file, which every other script can load
 """
 import enum
 import json
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import shards
-from .errors import ProcessError, UsageError, reason, report_errors
+from . import checkpoint, shards
+from .endings import report_errors
+from .errors import ProcessError, UsageError, reason
 from .reduce import is_main_process
 
 ALLOWED = {
@@ -42,7 +43,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> enum.Enum:
-    # Python 3.11.2, that of Debian 12, stores a member of an Enum as a call of getattr: allow no other
+    # Python 3.11.2 (Debian 12) pickles an Enum member as a getattr call; allow no other getattr
     if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError("builtins.getattr")
     return kind[name]
@@ -51,14 +52,14 @@ def _member(kind: Any, name: str) -> enum.Enum:
 def create(output_dir: Path, step: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """Create a folder for this step; return it and the tensors for async_save. All processes must call this.
 
-    rank 0 writes what is not a tensor: `values`, and the rest of each `state_dict()` in `state`.
+    Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in `state`.
     """
     path = output_dir / f"step-{step:07}"
-    flat = dict(shards.flatten({name: part.state_dict() for name, part in state.items()} | values))
+    flat = dict(shards.flatten(checkpoint.collect(state, **values)))
     plain = [[key, value] for key, value in flat.items() if not isinstance(value, torch.Tensor)]
     if is_main_process():
         try:
-            shutil.rmtree(path, ignore_errors=True)  # of an earlier run, or torn
+            shutil.rmtree(path, ignore_errors=True)  # from an earlier run or an interrupted save
             path.mkdir(parents=True)
             (path / "values.json").write_text(json.dumps(plain))
         except OSError as error:
@@ -72,7 +73,7 @@ def wait(saving: Any) -> None:
     try:
         if saving is not None:
             saving.result()
-    except BaseException as error:  # CheckpointException is no Exception
+    except BaseException as error:  # CheckpointException is not a subclass of Exception
         if type(error).__name__ != "CheckpointException":
             raise
         causes = "; ".join(sorted({reason(cause) if isinstance(cause, OSError) else str(cause)
@@ -91,9 +92,9 @@ def _step(path: Path) -> int:
 
 
 def reject_newer(output_dir: Path, step: int) -> None:
-    """Raise UsageError if a whole folder is newer than `step`, where this run starts: prune() would keep the wrong one.
+    """Raise UsageError if a complete folder is newer than `step`, where this run starts: prune() would keep that one.
 
-    It comes from another run, or this run returns to an older checkpoint or has a larger batch.
+    Such a folder comes from another run, or this run returns to an older checkpoint or has a larger batch.
     """
     if (found := whole_folders(output_dir)) and _step(found[-1]) > step:
         raise UsageError(f"--output-dir {output_dir}: holds {found[-1].name}, newer than step {step}, where this run "
@@ -101,12 +102,12 @@ def reject_newer(output_dir: Path, step: int) -> None:
 
 
 def prune(output_dir: Path) -> None:
-    """Delete all committed folders but the newest two and the one with the highest score; only rank 0 does it."""
+    """On rank 0, delete all committed folders except the newest two and the one with the highest score."""
     found = whole_folders(output_dir) if is_main_process() else []
     scores = {path: dict((key[0], value) for key, value in _values(path) if len(key) == 1)["score"] for path in found}
     for path in found[:-2]:
         if path != max(found, key=lambda other: scores[other]):
-            (path / ".metadata").unlink()  # first, so that what is left of a deletion is not taken for a checkpoint
+            (path / ".metadata").unlink()  # first, so that the remains of a deletion never count as a checkpoint
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -115,7 +116,7 @@ def _values(path: Path) -> list[tuple[tuple, Any]]:
 
 
 def check(path: Path) -> dict[str, torch.Tensor]:
-    """Return a folder's tensors without data, by name; raise UsageError if it is torn or could execute code."""
+    """Return {name: tensor without data} of a folder; raise UsageError if it is incomplete or could execute code."""
     try:
         with open(path / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
@@ -130,15 +131,29 @@ def check(path: Path) -> dict[str, torch.Tensor]:
     except FileNotFoundError as error:
         raise UsageError(f"--resume {path}: no whole checkpoint: {Path(error.filename).name} is missing") from None
     except pickle.UnpicklingError as error:
-        raise UsageError(f"--resume {path}: rejected: its .metadata is no list of tensors alone ({error})") from None
+        raise UsageError(f"--resume {path}: rejected: its .metadata lists more than tensors ({error})") from None
     except (OSError, EOFError, ValueError, AttributeError, TypeError, IndexError, KeyError) as error:
         raise UsageError(f"--resume {path}: torn or not from torch.distributed.checkpoint ({error!r})") from None
 
 
-def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:
-    """Return the content of a folder as of a checkpoint file, with this process's shards, read by `load` (dcp.load).
+def resume(path: str | None, output_dir: Path, state: dict[str, Any], load: Any) -> tuple[int, float]:
+    """Like checkpoint.resume(); `path` may also be a folder, which `load` (dcp.load) reads.
 
-    The folder may come from another number of processes. Raises UsageError if it is not whole.
+    "auto" is the newest committed folder.
+    """
+    if path == "auto":
+        path = next(map(str, reversed(whole_folders(output_dir))), None)
+
+    def open_(path: str | Path) -> dict[str, Any]:
+        return read(Path(path), state, load) if Path(path).is_dir() else checkpoint.load_file("--resume", path)
+
+    return checkpoint.resume(path, output_dir, state, take=shards.take, read=open_)
+
+
+def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:
+    """Return a folder's content in the form of a checkpoint file; `load` (dcp.load) reads this process's shards.
+
+    A different number of processes may have written the folder. Raises UsageError if it is incomplete.
     """
     model, optimizer = state["model"].state_dict(), state["optimizer"]
     parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
@@ -155,22 +170,20 @@ def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:
 
 
 def _keys(name: str) -> tuple:
-    """Return where a tensor stands in a checkpoint: ("model", NAME) or ("optimizer", "state", NUMBER, NAME)."""
+    """Return a tensor's keys in a nested checkpoint: ("model", NAME) or ("optimizer", "state", NUMBER, NAME)."""
     part, *rest = name.split("/")
     return (part, *rest) if part == "model" else (part, rest[0], int(rest[1]), *rest[2:])
 
 
 def main(folder: str, file: str) -> None:
-    """Write the checkpoint in `folder` to `file`, whole: this process needs the memory for all of it."""
+    """Write the checkpoint in `folder` to one file, `file`; this process needs memory for the whole checkpoint."""
     import torch.distributed.checkpoint as dcp
-
-    from .checkpoint import save_checkpoint
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     tensors = {name: torch.empty_like(outline, device="cpu") for name, outline in check(Path(folder)).items()}
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     places = {_keys(name): tensor for name, tensor in tensors.items()}
-    save_checkpoint(file, shards.nest(dict(_values(Path(folder))) | places))
+    checkpoint.save_checkpoint(file, shards.nest(dict(_values(Path(folder))) | places))
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
 def decode(path: str | os.PathLike[str], content: bytes | None = None) -> torch.Tensor:
     """Return an image file as `uint8` (3, H, W), upright, without alpha, with 16 bits scaled to 8.
 
-    `content` is the file if it was read already; then `path` is only its name. Raises ProcessError, naming the file, if
-    it is not an image, is damaged or has too many pixels: see `read`.
+    `content` holds the file's bytes if the caller has read them; `path` then only names the file in errors. Raises
+    ProcessError, naming the file, if it is not an image, is damaged or has too many pixels: see `read`.
     """
     return _decode(path, *read(path, content))
 
@@ -54,8 +54,9 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
                    content: bytes | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return an image that the caller will resize, and its full (height, width); see `decode` for the rest.
 
-    `resize` is what the shorter side will be (0: unchanged). A JPEG of at least four times that size is decoded at 1/2,
-    1/4 or 1/8 of its size: the smallest of these that is at least twice `resize` and divides both sides.
+    `resize` is the length in pixels that the shorter side will have (0: unchanged). A JPEG of at least four times that
+    size is decoded at 1/2, 1/4 or 1/8 of its size: the smallest of these that is at least twice `resize` and divides
+    both sides.
     """
     encoded, image = read(path, content)
     turn, width, scale = orientation(encoded, image), image.width, 1
@@ -106,9 +107,9 @@ def _decode(path: str | os.PathLike[str], encoded: np.ndarray, image: Image.Imag
 def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np.ndarray, Image.Image]:
     """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, with only the header decoded.
 
-    `content` is the file if it was read already. Raises ProcessError, naming the file, if it is not an image, if it has
-    more pixels than the environment variable MAX_IMAGE_PIXELS allows, or if it is a PNG with wrong checksums, which
-    crashes the process in torchvision 0.29.
+    `content` holds the file's bytes if the caller has read them. Raises ProcessError, naming the file, if it is not an
+    image or has more pixels than the environment variable MAX_IMAGE_PIXELS allows. It also rejects a PNG with wrong
+    checksums, which would crash the process in torchvision 0.29.
     """
     limit = os.environ.get("MAX_IMAGE_PIXELS", str(MAX_PIXELS))
     if not limit.isdecimal():
@@ -117,7 +118,7 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np
         if content is None:
             with open(path, "rb", buffering=0) as file:
                 content = file.read()
-        encoded = np.frombuffer(bytearray(content), np.uint8)  # torch wants memory that it may write to
+        encoded = np.frombuffer(bytearray(content), np.uint8)  # torch needs writable memory
         pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # its error names neither file nor size
         try:
             image = Image.open(io.BytesIO(encoded.data), formats=FORMATS)

@@ -1,15 +1,15 @@
-"""How this process was started (torchrun, Slurm, `mp.spawn`, plain `python`) and where the processes meet."""
+"""How this process was started (torchrun, Slurm, mp.spawn, plain python), where the processes meet, what ends it."""
+import ctypes
 import multiprocessing
 import os
 import re
-import socket
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 
-import torch.distributed as dist
-
-from .errors import UsageError, reason
+from .errors import UsageError
 
 
 def local_world_size() -> int:
@@ -97,7 +97,7 @@ def slurm_local_world_size(env: Mapping[str, str]) -> int:
 def step_port(job: int, step: int) -> int:
     """Return the port where the tasks of a Slurm step meet.
 
-    Each of 1000 jobs has 20 ports, below Linux's range for outgoing connections (ip_local_port_range, from 32768).
+    1000 consecutive jobs get 20 ports each, all below Linux's ports for outgoing connections (ip_local_port_range).
     """
     return 12000 + job % 1000 * 20 + step % 20
 
@@ -110,26 +110,35 @@ def _first_host(nodes: str) -> str:
         raise UsageError(f"scontrol cannot name the first host of {nodes}; set MASTER_ADDR to its name") from None
 
 
-def serve_store(host: str, port: int, nodes: int, node_rank: int = 0) -> dist.TCPStore | None:
-    """Return a TCPStore that node 0 serves, on a free port if `port` is 0; None on the other nodes.
+def end_with_parent(name: str) -> None:
+    """On Linux, make the kernel send this process the signal `name` when its parent ends; elsewhere, do nothing.
 
-    For one node, it listens only on the address `host`. For several, it listens on all addresses, like torch's other
-    stores: on the first host, its own name may resolve to 127.0.1.1, which other hosts cannot reach. Raises UsageError
-    if the port is in use, if `host` is another machine, if several `nodes` have no port, or for a wrong `node_rank`.
+    "Parent" is the thread that started this process (https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html).
     """
-    if node_rank >= nodes:
-        raise UsageError(f"--node-rank {node_rank}: the {nodes} node(s) of --nnodes have the numbers 0 to {nodes - 1}")
-    if nodes > 1 and not port:
-        raise UsageError(f"--nnodes {nodes}: the other hosts cannot guess the port; name one with --port")
-    if node_rank:
-        return None
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family) if nodes == 1 else None
-        port = listener.getsockname()[1] if listener else port
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
-                             use_libuv=sys.platform != "win32",  # torch for Windows lacks it
-                             master_listen_fd=listener.detach() if listener else None)
-    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
-        why = "in use" if "EADDRINUSE" in str(error) or "in use" in str(error) else reason(error)
-        raise UsageError(f"--port {port} on --ip {host}: {why}") from None
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.Signals[name])  # PR_SET_PDEATHSIG
+
+
+def end_with_launcher() -> None:
+    """Under torchrun, exit when the agent has ended, even by SIGKILL: otherwise, this process would keep running."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or multiprocessing.parent_process():
+        return
+    end_with_parent("SIGTERM")
+    # the agent may have exited while this process imported torch; in a container, process 1 may be the agent (Python)
+    if os.getppid() == 1 and "python" not in os.path.basename(os.path.realpath("/proc/1/exe")):
+        sys.exit(128 + signal.SIGTERM)
+
+
+def tie_worker(worker_id: int) -> None:
+    """End a loader worker when the process that reads from it ends: the `worker_init_fn` of a DataLoader.
+
+    torch's own watchdog misses that end while the worker starts, which takes seconds under spawn. Under forkserver, it
+    watches the fork server, which lives as long as the worker.
+    """
+    end_with_parent("SIGKILL")  # Windows has no signal.SIGKILL
+    threading.Thread(target=_outlive_no_parent, daemon=True).start()
+
+
+def _outlive_no_parent() -> None:
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a worker has a parent
+    os._exit(1)

@@ -3,7 +3,6 @@ import functools
 import math
 import types
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 
 import torch
 import torch.utils.checkpoint
@@ -68,52 +67,31 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     return model
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's children; the items of a Sequential instead of the Sequential."""
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's children, with each Sequential replaced by its items."""
     return [item for child in model.children() for item in (child if isinstance(child, nn.Sequential) else [child])]
 
 
-def _has_parameters(layer: nn.Module) -> bool:
+def has_parameters(layer: nn.Module) -> bool:
+    """Return whether a layer, or a layer inside it, has parameters."""
     return any(True for _ in layer.parameters())
 
 
 def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> list[nn.Module]:
-    """Return a model's layers or groups of layers that have parameters, in order: each item of a Sequential counts.
+    """Return a model's blocks in order: those of `layers_of(model)` that have parameters.
 
-    With `recompute`, their activations are not kept for backward(), which then computes them again. Raises UsageError
-    if the model has BatchNorm: recomputing would update its statistics twice (github.com/pytorch/pytorch/issues/96136),
-    and with `bf16`, FSDP2 casts its weights but not its statistics, which CUDA rejects in backward().
+    With `recompute`, backward() computes the blocks' activations again, instead of keeping them. With either option,
+    raises UsageError if the model has BatchNorm. Recomputing would update its statistics twice
+    (github.com/pytorch/pytorch/issues/96136). With `bf16`, FSDP2 casts its weights but not its statistics, which CUDA
+    rejects in backward().
     """
     for option, wanted in (("--activation-checkpointing", recompute), ("--bf16", bf16)):
         if wanted and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             raise UsageError(f"{option}: not with BatchNorm; use a model without it, or train_amp.py")
-    found = [layer for layer in _layers(model) if _has_parameters(layer)]
+    found = [layer for layer in layers_of(model) if has_parameters(layer)]
     for layer in found if recompute else []:
         layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
     return found
-
-
-def cut(model: nn.Module, count: int) -> list[nn.Sequential]:
-    """Cut a model into `count` stages, each with about as many parameters; they share its layers.
-
-    Raises UsageError if the model is no chain of layers, has BatchNorm, whose statistics would be those of a
-    micro-batch, or has fewer layers with parameters than that.
-    """
-    if not isinstance(model, (CNN, ViT, nn.Sequential)):
-        raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        raise UsageError("--model: BatchNorm would see micro-batches, not batches; use LayerNorm or GroupNorm")
-    layers = _layers(model) if not isinstance(model, nn.Sequential) else [*model]
-    starts = [number for number, layer in enumerate(layers) if _has_parameters(layer)]
-    if count > len(starts):
-        raise UsageError(f"{count} pipeline stages: the model has only {len(starts)} layers with parameters; "
-                         "start fewer processes")
-    before = [0, *accumulate(sum(each.numel() for each in layer.parameters()) for layer in layers)]
-    ends: list[int] = []
-    for stage in range(1, count):  # cut where the share is nearest; each stage gets a layer with parameters
-        possible = [start for start in starts[stage:len(starts) - count + stage + 1] if start > max(ends, default=0)]
-        ends.append(min(possible, key=lambda start: abs(before[start] - before[-1] * stage / count)))
-    return [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], [*ends, len(layers)])]
 
 
 def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -209,11 +187,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
-    """Return the learning-rate factor by epoch: half a cosine from 1 to `lrf`, in closed form for exact resumes."""
+    """Return the learning-rate factor by epoch, half a cosine from 1 to `lrf`: a closed form makes resumes exact."""
     return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
 
 
 def size(model: nn.Module) -> str:
-    """Return the numbers of trainable and of all parameters as text: "5,130 of 11,181,642"."""
+    """Return the numbers of trainable parameters and of all parameters as text: "5,130 of 11,181,642"."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return f"{sum(size for size, trainable in sizes if trainable):,} of {sum(size for size, _ in sizes):,}"

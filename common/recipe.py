@@ -1,4 +1,4 @@
-"""Parts of a training recipe that work on one device as on many; train_combined.py uses them."""
+"""Parts of a training recipe that work on one device and on many; train_combined.py uses them."""
 import atexit
 import copy
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from . import models
 from .errors import UsageError
 
-SKIPPED, STEPS = 5, 5  # the first steps allocate and set up; the trace has the next ones
+SKIPPED, STEPS = 5, 5  # skip the first steps, which allocate memory; trace the next ones
 
 
 def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
     """Call `action()` after each step in which `optimizer` updates the weights.
 
-    A GradScaler does not call the optimizer if gradients overflow, except one with `fused=True`, which skips the update
-    itself: then the optimizer has a nonzero `found_inf`.
+    If gradients overflow, a GradScaler does not call the optimizer. It does call an optimizer with `fused=True`, which
+    skips the update itself: the optimizer then has a nonzero `found_inf`.
     """
     def act(optimizer: Optimizer, *_: Any) -> None:
         if not getattr(optimizer, "found_inf", None):
@@ -34,7 +34,8 @@ class WarmUp:
     """Raises the learning rate linearly over the first `updates` updates of an optimizer, to the scheduler's rate.
 
     Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. Only the step itself sees the reduced rate: the
-    scheduler and checkpoints see the full one. `factor` is the last update's. Resumes from its `state_dict()`.
+    scheduler and checkpoints see the full one. `factor` is the share of the rate that the last update used. Resumes
+    from its `state_dict()`.
     """
 
     def __init__(self, optimizer: Optimizer, updates: int) -> None:
@@ -69,8 +70,9 @@ class WarmUp:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block of a model by itself, so that equal blocks compile only once.
 
-    Dynamo splits graphs that run inside DDP where DDP's buckets end, so that their gradients are sent earlier
-    (https://docs.pytorch.org/docs/stable/notes/ddp.html). Each block stays whole here: DDP sends between blocks.
+    By default, Dynamo splits a graph where DDP's buckets end, so that DDP sends their gradients earlier
+    (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP sends gradients
+    between blocks.
     """
     from torch._dynamo import config
 
@@ -80,7 +82,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
-    """Return the loss `criterion` with label smoothing; raise UsageError if it has none."""
+    """Return the loss `criterion` with label smoothing; raise UsageError if it does not support that."""
     if smoothing and not hasattr(criterion, "label_smoothing"):
         raise UsageError(f"--label-smoothing {smoothing:g}: {type(criterion).__name__} has none")
     smoothed: Any = copy.copy(criterion)
@@ -90,11 +92,12 @@ def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
 
 
 def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: bool) -> None:
-    """Let DDP send smaller gradients: "bf16" halves them, "powersgd" sends low-rank approximations; None sends all.
+    """Let DDP send smaller gradients: "bf16" halves them, "powersgd" sends low-rank approximations, None sends all.
 
-    PowerSGD (https://arxiv.org/abs/1905.13727) adds what it could not send to the next gradient. That error is part of
-    no checkpoint, so a resumed run differs from one that was not interrupted. After a `scaled` loss overflows, that
-    error would stay infinite, and the scaler would skip all later steps: raises UsageError.
+    PowerSGD (https://arxiv.org/abs/1905.13727) adds its error, the part that it did not send, to the next gradient.
+    Checkpoints do not contain this error, so a resumed run differs from an uninterrupted one. After a `scaled` loss
+    overflows, the error would stay infinite, and the scaler would skip all later steps. So "powersgd" with a `scaled`
+    loss raises UsageError.
     """
     if scaled and kind == "powersgd":
         raise UsageError("--compress powersgd: not with --precision fp16, whose overflows it would keep; use bf16")
@@ -105,18 +108,18 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
     if kind == "bf16":
         try:
             parallel_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        except TypeError:  # torch builds for CPUs only, and macOS
+        except TypeError:  # in builds of torch for CPUs only and for macOS
             raise UsageError("--compress bf16: this build of torch has neither NCCL nor XCCL, which torch's hook "
                              "requires; use --compress powersgd") from None
-    else:  # the first steps send whole gradients: early ones change too fast
+    else:  # the first ten steps send full gradients: early gradients change too fast
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         parallel_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -> None:
-    """Write a Chrome trace of the optimizer's steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, memory-RANK.pickle.
+    """Write a Chrome trace of optimizer steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, also memory-RANK.pickle.
 
-    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. The ranges:
+    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. The trace names
     enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:, and Optimizer.step.
     """
     def export(profiler: profile) -> None:

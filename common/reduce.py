@@ -1,4 +1,4 @@
-"""Rank, world size and sums over the processes: 0, 1 and the tensor itself without a process group."""
+"""Rank, world size and sums over the processes; without a process group, they are 0, 1 and the tensor itself."""
 import os
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # early: imported later, its default arguments would keep the group and its threads alive
 
 from . import devices, launch
-from .errors import UsageError, end_at_once
+from .errors import UsageError
 
 _stores: list[dist.Store] = []  # keeps the store alive: rank 0 may serve it
 
@@ -72,15 +72,6 @@ def exact_share(batch_size: int, world_size: int) -> int:
     return share
 
 
-def grid(option: str, parts: int) -> tuple[int, int]:
-    """Return (parts, processes / parts), the shape of a mesh; raise UsageError, naming `option`, if it is not whole."""
-    end_at_once()
-    world_size = get_world_size()
-    if world_size % parts:
-        raise UsageError(f"{option} {parts}: does not divide the {world_size} processes")
-    return parts, world_size // parts
-
-
 def choose_backend(name: str | None, device: str | torch.device) -> str:
     """Return the communication backend: `name`, or by default the device's own (nccl on CUDA, gloo on a CPU).
 
@@ -118,8 +109,8 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
     """Return whether two processes of the launch pass the same device `identity`; every process must call it.
 
-    It runs before the group exists, and only for launches on one host. On several, torchrun's agents count restarts
-    differently: pass --backend gloo yourself.
+    It runs before the group exists, and only for launches on one host. On several hosts, torchrun's agents count
+    restarts differently. If processes share a device there, pass --backend gloo.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():

@@ -1,25 +1,52 @@
-"""Tensors that this process does not hold whole: gather them for a file, take the own part of one, fill a model.
+"""Tensors that this process holds in part or not at all: gather them for a file, take its shard, fill a model.
 
-Such a tensor is a DTensor, of which each process holds a shard (FSDP2, tensor parallelism), or it is on the meta
-device, without data, because another process holds it (pipelines).
+Such a tensor is a DTensor, of which each process holds a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its
+children), or it is on the meta device, without data, because another process holds it (pipelines: `train_PP.py`).
 """
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatch
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
+from torch.utils.data import Sampler
 
+from .checkpoint import copied
+from .endings import end_at_once
 from .errors import UsageError
+from .reduce import get_world_size
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+
+def grid(option: str, parts: int) -> tuple[int, int]:
+    """Return the shape of a mesh, (parts, processes / parts); raise UsageError, naming `option`, if it is uneven."""
+    end_at_once()
+    world_size = get_world_size()
+    if world_size % parts:
+        raise UsageError(f"{option} {parts}: does not divide the {world_size} processes")
+    return parts, world_size // parts
+
+
+class EvenShare(Sampler):
+    """Every `count`th of `length` samples, starting at number `rank`; every rank gets the same number of samples.
+
+    A forward pass that communicates needs the same number of batches on every rank. So on the last ranks, a padding
+    sample may come last: count only the first `own` samples.
+    """
+
+    def __init__(self, length: int, rank: int, count: int) -> None:
+        self.own = len(range(rank, length, count))
+        self.indices = [index % length for index in range(rank, length + -length % count, count)]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
 
 
 def is_sharded(value: Any) -> "TypeGuard[DTensor]":
@@ -29,10 +56,11 @@ def is_sharded(value: Any) -> "TypeGuard[DTensor]":
 
 
 def gather(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content`, a nested dict, with whole tensors on the CPU: in rank 0; to the others, an empty dict.
+    """Return `content`, a nested dict, with full tensors on the CPU on rank 0, and an empty dict on other ranks.
 
-    If this process holds only parts, all processes must call this. The tensors travel one at a time: a device holds at
-    most one of them whole, and rank 0's host memory holds all. Without such tensors, the result is `content` itself.
+    If any tensor is sharded or on the meta device, all processes must call this. It gathers one tensor at a time: a
+    device holds at most one full tensor, and rank 0's host memory holds all of them. Without such tensors, the result
+    is `content` itself.
     """
     mine = dict(flatten(content))
     if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
@@ -70,7 +98,7 @@ def nest(flat: Mapping[tuple, Any]) -> dict[str, Any]:
 
 
 def _outline(value: Any) -> Any:
-    """Return a tensor's shape and type, as a tensor without data, or else the value."""
+    """Return a tensor of the same shape and type without data; return a value that is not a tensor unchanged."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
@@ -96,7 +124,7 @@ def _fetch(value: Any, owner: int, outline: Any) -> Any:
 
 
 def take(part: Any, saved: Any) -> Any:
-    """Return the state `saved` of a model or an optimizer with only what this process's `part` of it holds.
+    """Return what `part`, this process's model or optimizer, holds of the full state `saved`.
 
     Every tensor is a copy: `saved` may be a file that is mapped into memory.
     """
@@ -113,7 +141,7 @@ def take(part: Any, saved: Any) -> Any:
 
 
 def _share(value: Any, like: Any) -> Any:
-    """Return a copy of what this process holds of a whole tensor `value` that is spread as `like` is."""
+    """Return a copy of this process's part of the full tensor `value`, sharded as `like` is."""
     if is_sharded(value):
         return value
     if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
@@ -128,70 +156,20 @@ def _share(value: Any, like: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tensors, on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
-
-
 def detach_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Move a model's parameters and buffers to the meta device and return those that it had: {name: tensor}."""
+    """Move a model's parameters and buffers to the meta device; return the original ones as {name: tensor}."""
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     model.to("meta")
     return tensors
 
 
-def split_batch(batch_size: int, micro_batches: int | None, processes: int, chunks: int) -> int:
-    """Return the number of micro-batches of a pipeline with `chunks` stages per process; by default, two per stage.
-
-    One stage per process gets a power of two, which divides most batches. Raises UsageError if the micro-batches do
-    not divide the batch evenly, or do not suit the schedule.
-    """
-    number = micro_batches or (2 * processes * chunks if chunks > 1 else 2 ** math.ceil(math.log2(2 * processes)))
-    if batch_size % number:
-        raise UsageError(f"--batch-size {batch_size}: not a multiple of the {number} micro-batches of --micro-batches")
-    if chunks == 1 and number < processes:
-        raise UsageError(f"--micro-batches {number}: fewer than the {processes} pipeline stages, which would wait")
-    if chunks > 1 and number % processes:
-        raise UsageError(f"--micro-batches {number}: not a multiple of the {processes} processes of interleaved stages")
-    return number
-
-
-def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
-    """Return the part of a tensor plan that names layers of `model`, to split over the "tensor" side of a mesh.
-
-    Raises UsageError if there is none, if a planned layer or the heads of an attention do not divide evenly, or if this
-    torch saves the wrong momentum: 2.9.1 does, for several groups, whose shards are strided; 2.14.1 does not.
-    """
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
-    size, found = grid["tensor"].size(), {}
-    if 1 < size < grid.size() and TorchVersion(torch.__version__) < "2.14":
-        raise UsageError(f"--tensor-parallel {size}: several groups need torch 2.14 or newer; this is "
-                         f"{torch.__version__}, which could save the momentum in the wrong order")
-    for name, module in model.named_modules():
-        if getattr(module, "heads", 0) % size:
-            raise UsageError(f"--tensor-parallel {size}: does not divide the {module.heads} heads of {name}")
-        for pattern in (pattern for pattern in plan if fnmatch(name, pattern)):
-            found[pattern] = plan[pattern]
-            split = module.weight.shape[0 if isinstance(plan[pattern], ColwiseParallel) else 1]
-            if split % size:
-                raise UsageError(f"--tensor-parallel {size}: does not divide the width of {name}, {split}")
-    if not found:
-        raise UsageError("--model: its layers are in no tensor plan; add them at '# new # TP: yours'")
-    return found
-
-
 @torch.no_grad()
 def fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device,
          held: Sequence[nn.Module] | None = None) -> None:
-    """Move a model from the meta device to `device`, with rank 0's `tensors` in it, or the shards of them.
+    """Move a model from the meta device to `device` and fill it with rank 0's `tensors`, or with shards of them.
 
-    With `held`, only these parts of the model move. All processes must call this. The tensors travel one at a time, and
-    leave `tensors`, which frees them. Buffers that a `state_dict` omits are filled, too.
+    With `held`, only these parts of the model move. All processes must call this. It broadcasts one tensor at a time,
+    and removes it from `tensors` to free its memory. It also fills buffers that a `state_dict` omits.
     """
     for part in [model] if held is None else held:
         part.to_empty(device=device)
@@ -205,15 +183,15 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device,
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Scale the gradients of all `parameters` down to the norm `max_norm`, if theirs is greater; return theirs.
+    """Scale the gradients of `parameters` down to the norm `max_norm` if their norm is greater; return their norm.
 
-    The norm is that of the whole gradients. torch's clip_grad_norm_ rejects parameters on different meshes, and in
-    torch 2.9 returns the norm of one shard. With `group`, whose processes have different parameters (the stages of a
-    pipeline), the norm is over those of all. All processes must call this.
+    It is the norm of the full gradients. torch's clip_grad_norm_ rejects parameters on different meshes, and in torch
+    2.9 returns the norm of one shard. With `group`, whose processes have different parameters (the stages of a
+    pipeline), the norm covers the parameters of all of them. All processes must call this.
     """
     held = [parameter for parameter in parameters if not parameter.is_meta]
     gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-    squares: dict[tuple, Tensor] = {}  # by the groups over which the shards add up
+    squares: dict[tuple, Tensor] = {}  # keys: the process groups that hold the other shards
     local = []
     for gradient in gradients:
         groups: tuple = ()

@@ -9,8 +9,8 @@ SIZES = {"vit": (64, 4, 4), "vit_base": (768, 12, 12)}  # width, blocks, heads
 class Attention(nn.Module):
     """Self-attention (N, T, width) -> (N, T, width), with three linear layers for the queries, keys and values.
 
-    torchvision's packs the three into one weight, which no plan of parallelize_module can split between heads. The
-    number of heads in `view` is -1: under tensor parallelism, a process computes only some of them.
+    torchvision's attention packs the three into one weight, which no plan of parallelize_module can split between
+    heads. The number of heads in `view` is -1: under tensor parallelism, a process computes only some of them.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -54,11 +54,11 @@ class Patches(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.project(images).flatten(2).transpose(1, 2)
-        return tokens.contiguous() + self.position  # a pipeline sends it
+        return tokens.contiguous() + self.position  # contiguous, because a pipeline sends it
 
 
 class Classifier(nn.Module):
-    """The mean of the tokens (N, T, width), after a LayerNorm, as logits (N, num_classes)."""
+    """A LayerNorm, the mean over the tokens and a linear layer: (N, T, width) -> logits (N, num_classes)."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()

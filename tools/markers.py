@@ -8,6 +8,8 @@
 3. The module docstring names the parents (`Parent: train.py` or `Parents: A.py, B.py`) and is exempt.
 4. Everything else, including ancestors' blocks and blank lines, is in a parent. An own block replaces any missing line.
 5. Each of a script's own blocks changes something and repeats no line that it replaces. No code is commented out.
+6. A marker heads code. Only where a script just removes lines, its own block is one comment that says so, which its
+   children keep. A comment `# yours: ...` also heads something.
 """
 import ast
 import dataclasses
@@ -66,6 +68,13 @@ def find_blocks(path: Path) -> list[Block]:
     return blocks
 
 
+def headless(path: Path) -> dict[str, int]:
+    """Return the markers over no code, with their line numbers."""
+    lines = path.read_text().splitlines()
+    return {lines[block.first - 1]: block.first for block in find_blocks(path)
+            if not any(map(CODE.match, lines[block.first:block.last]))}
+
+
 def numbered(path: Path, without: list[Block]) -> list[tuple[int, str]]:
     """Return a script's non-blank lines with their numbers, without its docstring and the blocks `without`."""
     lines, skip = path.read_text().splitlines(), ast.parse(path.read_text()).body[0].end_lineno or 0
@@ -98,7 +107,13 @@ def compare(path: Path) -> list[Block]:
                 block.changed = max(block.changed, len(body), len(replaced))
                 if not body and not block.removed or {*body} & {*replaced}:
                     raise BrokenRule(f"{path}:{block.first}: not all of this block is new")
+    kept = {marker for parent in parents_of(path) for marker in headless(parent)}
+    for marker, number in headless(path).items():
+        if marker not in kept and number not in [block.first for block in own]:
+            raise BrokenRule(f"{path}:{number}: this marker heads nothing: {marker.strip()}")
     for number, line in numbered(path, []):
+        if line.lstrip().startswith("# yours:") and not lines[number].strip():
+            raise BrokenRule(f"{path}:{number}: this comment heads nothing: {line.strip()}")
         if (number, line) in outside and number not in known and (parents_of(path) or MARKER.fullmatch(line)):
             raise BrokenRule(f"{path}:{number}: not in a parent at this place, and not in a block: {line.strip()}")
         if COMMENTED_OUT.match(line):

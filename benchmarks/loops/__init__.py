@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from benchmarks import measure
-from common import datasets, devices, errors, launch, models, reduce
+from common import datasets, devices, endings, launch, models, reduce
 
 
 class Pictures(Dataset):
@@ -34,6 +34,7 @@ class Pictures(Dataset):
 def join(args):
     """Join the process group as the scripts do, and return this process's device."""
     device = devices.select_device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
+    devices.keep_freed_memory(device)
     torch.set_num_threads(launch.cores_per_process())
     dist.init_process_group(reduce.choose_backend(None, device))
     atexit.register(dist.destroy_process_group)
@@ -73,7 +74,7 @@ def run(doc, prepare, *flags, **choices):
     parser = measure.make_parser(doc, epochs=5, batch_size=64, **choices)
     for flag in flags:
         parser.add_argument(flag, action="store_true", help="see above")
-    with errors.report_errors():
+    with endings.report_errors():
         args = parser.parse_args()
         train_epoch, steps, prints = prepare(args)
         for epoch in range(1, args.epochs + 1):

@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import loops
-from common import datasets, detection, models, reduce, yolov3
+from common import datasets, models, reduce
+from common.detection import data, yolov3
 
 
 def prepare(args):
     device = loops.join(args)
-    train_set, _ = detection.create_datasets(args.dataset, args.data_path, 96, 0)
+    train_set, _ = data.create_datasets(args.dataset, args.data_path, 96, 0)
     torch.manual_seed(0)
-    model = yolov3.create_model(args.model, train_set.num_classes, detection.anchors(train_set))
+    model = yolov3.create_model(args.model, train_set.num_classes, data.anchors(train_set))
     normalize = datasets.Normalize(train_set).to(device)
     local_batch_size = args.batch_size // dist.get_world_size()
     batches = []
@@ -44,4 +45,4 @@ def prepare(args):
 
 
 if __name__ == "__main__":
-    loops.run(__doc__, prepare, datasets=detection.DATASETS, models=yolov3.MODELS)
+    loops.run(__doc__, prepare, datasets=data.DATASETS, models=yolov3.MODELS)

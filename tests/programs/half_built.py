@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader, Sampler
 
-from common import errors
+from common import endings
 
 
 class Ending(Sampler[list[int]]):
@@ -33,7 +33,7 @@ def end_when_a_worker_runs() -> None:
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         if sys.argv[1] == "spawning":
             threading.Thread(target=end_when_a_worker_runs, daemon=True).start()
             iterator = iter(DataLoader(bytes(10 ** 8), num_workers=1, multiprocessing_context="spawn"))

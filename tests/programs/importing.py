@@ -9,8 +9,9 @@ from pathlib import Path
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 handlers = [signal.getsignal(number) for number in SIGNALS]
 common = importlib.import_module("common")
-for path in Path(common.__file__).parent.glob("[!_]*.py"):
-    importlib.import_module(f"common.{path.stem}")
+folder = Path(common.__file__).parent
+for path in folder.rglob("[!_]*.py"):
+    importlib.import_module(".".join(["common", *path.relative_to(folder).with_suffix("").parts]))
 assert handlers == [signal.getsignal(number) for number in SIGNALS]
 
 

@@ -1,6 +1,6 @@
 """YOLOv3 (Redmon & Farhadi 2018, arXiv:1804.02767): the network, its loss, its detections and the authors' files.
 
-Labels are rows (place in the batch, class, x1, y1, x2, y2), in pixels; a class below 0 marks a region to ignore.
+A label is a row (image's index in the batch, class, x1, y1, x2, y2), in pixels; a class below 0: region to ignore.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import batched_nms, box_iou, complete_box_iou_loss
 
-from . import cli, models
-from .checkpoint import load_file
-from .errors import UsageError, reason, report_errors
-from .reduce import is_main_process
+from .. import cli, models
+from ..checkpoint import load_file
+from ..endings import report_errors
+from ..errors import UsageError, reason
+from ..reduce import is_main_process
 
 MODELS = ["tiny", "tiny-bn", "yolov3"]
 STRIDES = (8, 16, 32)  # pixels per cell; three anchors each, the smallest at stride 8
 ANCHORS = ((10, 13), (16, 30), (33, 23), (30, 61), (62, 45), (59, 119), (116, 90), (156, 198), (373, 326))  # for COCO
-BOX_WEIGHT, OBJECT_WEIGHT, CLASS_WEIGHT = 5.0, 1.0, 5.0  # of the loss: classes are what "tiny" learns last
-MOST_IOUS = 2 ** 21  # computed at once in the loss: bounds its memory to about 150 MB
+BOX_WEIGHT, OBJECT_WEIGHT, CLASS_WEIGHT = 5.0, 1.0, 5.0  # of the loss's terms: "tiny" learns the classes last
+MOST_IOUS = 2 ** 21  # how many the loss computes at once: limits its memory to about 150 MB
 Norm = Callable[[int], nn.Module]
 Outputs = tuple[tuple[Tensor, ...], Tensor]
 
@@ -41,8 +42,8 @@ class Residual(nn.Sequential):
 class Backbone(nn.Module):
     """Darknet-53 (section 2.4): a first layer of `width` channels, then stages of `depths` residual blocks.
 
-    Each stage halves the size and doubles the channels. With four stages instead of five, the first layer also halves
-    the size. Returns the outputs of the last three stages: strides 8, 16 and 32.
+    Each stage halves the height and width and doubles the channels. With four stages instead of five, the first layer
+    also halves them. Returns the outputs of the last three stages: strides 8, 16 and 32.
     """
 
     def __init__(self, depths: Sequence[int], width: int, norm: Norm) -> None:
@@ -61,7 +62,7 @@ class Backbone(nn.Module):
 
 
 class YOLOv3(nn.Module):
-    """Returns raw predictions at strides 8, 16 and 32, then `anchors`, of images (N, 3, S, S); S is a multiple of 32.
+    """Takes images (N, 3, S, S), S a multiple of 32; returns raw predictions at strides 8, 16 and 32, and `anchors`.
 
     Predictions are (N, S / stride, S / stride, 3 anchors, 5 + classes): x, y, width, height, objectness, classes.
     """
@@ -100,7 +101,7 @@ def create_model(name: str, num_classes: int, anchors: Tensor) -> YOLOv3:
     """Return the network `name` (one of MODELS) with `anchors` (9, 2) in pixels, smallest area first.
 
     "yolov3" is the paper's. "tiny", for small images on a CPU, has GroupNorm (Wu & He 2018, arXiv:1803.08494), so that
-    processes can share a batch without changing its gradient; "tiny-bn" has BatchNorm.
+    processes can share a batch without changing its gradient. "tiny-bn" has BatchNorm.
     """
     if name == "yolov3":
         return YOLOv3(num_classes, anchors, (1, 2, 8, 8, 4), 32, 3, nn.BatchNorm2d)
@@ -146,13 +147,13 @@ def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
 
 
 def loss(outputs: Outputs, labels: Tensor) -> Tensor:
-    """Return the SUM of the loss over the boxes of a batch; `labels` (M, 6), M may be 0.
+    """Return the SUM of the loss over the boxes of a batch; `labels` has the shape (M, 6), where M may be 0.
 
-    It has three terms: each box, each class of a box (they need not exclude each other), and the objectness of all
-    places. A place without a box whose prediction overlaps a box or an ignored region of its image by an IoU of more
-    than 0.5 does not count. Departures from section 2.1: the overlap is the prediction's, as in the authors' program,
-    not its anchor's; the boxes have the complete IoU (Zheng et al. 2019, arXiv:1911.08287) instead of squared errors;
-    and the terms have weights.
+    It has three terms: for each box, for each class of a box (classes need not exclude each other), and for the
+    objectness of all places. A place without a box does not count if its prediction has an IoU above 0.5 with a box or
+    an ignored region of its image. Differences from section 2.1: the overlap is the prediction's, as in the authors'
+    program, not its anchor's; the box term is the complete IoU loss (Zheng et al. 2019, arXiv:1911.08287) instead of
+    squared errors; and the terms have weights.
     """
     predictions, places = _flatten(outputs)
     labels = labels.to(predictions.dtype)
@@ -176,7 +177,7 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
 
 
 def detect(outputs: Outputs, threshold: float = 0.01, most: int = 100) -> Tensor:
-    """Return the detections (D, 7): place in the batch, x1, y1, x2, y2 in pixels, score, class.
+    """Return the detections (D, 7): image's index in the batch, x1, y1, x2, y2 in pixels, score, class.
 
     They are sorted by image, then by descending score: at most `most` per image, with scores (objectness times class
     probability) above `threshold`. A place detects only its best class; the authors' program can report several.
@@ -184,7 +185,7 @@ def detect(outputs: Outputs, threshold: float = 0.01, most: int = 100) -> Tensor
     predictions, places = _flatten(outputs)
     best, classes = predictions[..., 5:].max(2)
     scores, order = (predictions[..., 4].sigmoid() * best.sigmoid()).sort(dim=1, descending=True, stable=True)
-    image, rank = (scores[:, :1000] > threshold).nonzero(as_tuple=True)  # 1,000 bound the work of the next steps
+    image, rank = (scores[:, :1000] > threshold).nonzero(as_tuple=True)  # 1,000 per image limit the work below
     place = order[image, rank]
     boxes = _decode(predictions[image, place], places[place]).clamp(0, outputs[0][0].shape[1] * STRIDES[0])
     rows = torch.cat([image[:, None], boxes, scores[image, rank, None], classes[image, place, None]], 1)
@@ -212,14 +213,14 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def load_weights(model: YOLOv3, path: str) -> None:
     """Load the authors' `yolov3.weights` or `darknet53.conv.74`, or any file that `models.load_weights` takes.
 
-    The first has no anchors, so the model gets the published ones. `save_weights` writes the model's own to a second
-    file. Raises UsageError if the size does not fit.
+    `yolov3.weights` has no anchors, so the model gets the published ones. `save_weights` writes the model's own anchors
+    to a second file, which is read here. Raises UsageError if the file's size does not fit the model.
     """
     try:
         header = np.fromfile(path, "<i4", 5)  # version; images seen, in 64 bits
     except OSError as error:
         raise UsageError(f"--weights {path}: {reason(error)}") from None
-    if len(header) < 5 or header[:3].min() < 0 or header[:3].max() > 999:  # torch's start with letters
+    if len(header) < 5 or header[:3].min() < 0 or header[:3].max() > 999:  # torch's files start with letters
         return models.load_weights(model, path)
     parts = {20 + 4 * sum(map(torch.numel, part)): part for part in map(_tensors, (model, model.backbone))}
     size, (whole, backbone) = Path(path).stat().st_size, parts
@@ -249,10 +250,10 @@ def save_weights(model: YOLOv3, path: str) -> None:
 
 
 def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable[[int], float]:
-    """Return the learning-rate factor by epoch (from 0), in closed form for exact resumes.
+    """Return the learning-rate factor by epoch (from 0): a closed form makes resumes exact.
 
     It rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" falls to `lrf` in two equal factors, at
-    80 % and 90 % of the epochs. With `lrf` 0.01 each factor is 0.1, as in the authors' cfg.
+    80 % and 90 % of the epochs. With `lrf` 0.01, each factor is 0.1, as in the authors' cfg.
     """
     cosine = models.cosine(epochs, lrf)
     rate = {"cosine": cosine, "step": lambda n: lrf ** (((n >= 0.8 * epochs) + (n >= 0.9 * epochs)) / 2)}[name]
@@ -260,10 +261,10 @@ def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable
 
 
 def main() -> None:
-    """Write the model of a checkpoint in the authors' format: python -m common.yolov3 CHECKPOINT.pt FILE.weights"""
+    """Write a model in the authors' format: python -m common.detection.yolov3 CHECKPOINT.pt FILE.weights"""
     parser = cli.ArgumentParser(main.__doc__ or "")
-    parser.add_argument("checkpoint", help="of train_yolov3*.py with --model tiny-bn or yolov3")
-    parser.add_argument("file", help="to write")
+    parser.add_argument("checkpoint", help="checkpoint of train_yolov3*.py with --model tiny-bn or yolov3")
+    parser.add_argument("file", help="the file to write")
     args = parser.parse_args()
     tensors = load_file("CHECKPOINT", args.checkpoint).get("model", {})
     for name in MODELS if "anchors" in tensors else ():

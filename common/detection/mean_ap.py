@@ -15,12 +15,13 @@ BITS = 2 ** np.arange(20)  # of a result: right at each threshold, then ignored 
 
 
 def match(detections: Tensor, labels: Tensor) -> Tensor:
-    """Return what average_precision needs of detections (D, 7), `float32` (D, 3): class, score, result.
+    """Match `detections` (D, 7) with true boxes; return a row for each, `float32` (D, 3): class, score, result.
 
     `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, each detection, highest
     score first, takes the free true box of its class with the highest IoU. Bit t of the result says whether it is right
-    at threshold t. Bit 10 + t says that it does not count there: it took no box, but at least that share of its area
-    lies in a region to ignore. Such a region can take any number of detections. Rows that never count are left out.
+    at threshold t. Bit 10 + t says that it does not count there: it took no box, but at least the threshold's share of
+    its area lies in a region to ignore. Any number of detections may lie in one region. Rows that count at no threshold
+    are omitted.
 
     These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
     """
@@ -55,8 +56,9 @@ def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> No
 def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, float]:
     """Return COCO's {"mAP50": at IoU 0.5, "mAP": mean over IoU 0.5 to 0.95}, each a mean over the classes with boxes.
 
-    `rows` (D, 3) are those of `match` for all images, in any order: the result orders equal scores. `boxes`
-    (num_classes,) are the numbers of true boxes. Precision is interpolated at 101 recalls. Without boxes, both are 0.
+    `rows`, of shape (D, 3), are those that `match` returns for all images, in any order: rows with equal scores are
+    sorted by result. `boxes`, of shape (num_classes,), holds the number of true boxes per class. Precision is
+    interpolated at 101 recalls. Without true boxes, both values are 0.
     """
     table = rows.detach().cpu().double().numpy()
     table = table[np.lexsort((table[:, 2], -table[:, 1]))]

@@ -1,9 +1,9 @@
 """Object detection: datasets with boxes, anchors, sizes for multi-scale training, and pictures of the boxes.
 
-The datasets return whole batches, as those of `common/datasets.py` do: `uint8` images (N, 3, S, S) and `float32` labels
-(M, 6), one row per box: its image's place in the batch, class, x1, y1, x2, y2 in pixels of these images. Class `-1 - c`
-marks a region to ignore: its objects of class c are not labeled one by one (COCO's crowds) or are too difficult (VOC).
-Detections there count neither as correct nor as wrong.
+The datasets return whole batches, like those of `common/datasets.py`: `uint8` images (N, 3, S, S) and `float32` labels
+(M, 6). There is one row per box: the index of its image in the batch, its class, and x1, y1, x2, y2 in pixels of that
+image. Class `-1 - c` marks a region to ignore: its objects of class c are not labeled one by one (COCO's crowds) or are
+too difficult (VOC). Detections there count neither as correct nor as wrong.
 """
 import functools
 import json
@@ -23,17 +23,15 @@ from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes
 from torchvision.utils import draw_bounding_boxes, make_grid
 
-from .datasets import SPLIT_SEED, _digits, mix
-from .errors import ProcessError, UsageError, reason
-from .images import decode
-from .mean_ap import average_precision as average_precision
-from .mean_ap import match as match
-from .reduce import is_main_process
+from ..datasets import SPLIT_SEED, digits, mix
+from ..errors import ProcessError, UsageError, reason
+from ..images import decode
+from ..reduce import is_main_process
 
 DATASETS = ["scenes", "lines", "coco", "voc"]
-GRAY = 128  # the bars around a letterboxed image, as in the authors' darknet
-SIDE = 96  # of a scene's canvas, in pixels
-INK = 96  # the darkest level of a digit that its box encloses
+GRAY = 128  # level of the bars around a letterboxed image, as in the authors' darknet
+SIDE = 96  # height and width of a scene, in pixels
+INK = 96  # a digit's box encloses its pixels of at least this level
 
 
 def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> tuple[Any, Any]:
@@ -45,13 +43,14 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
     - "coco": annotations/instances_PART*.json, and images in the folder PART* of the same name.
     - "voc": names in ImageSets/Main/PART.txt, Annotations/NAME.xml, and images in JPEGImages.
 
-    classes.txt may name the classes of "lines" and "voc", one per line; otherwise, train has them all. UsageError names
-    the file, and the line if there is one, for missing or malformed files, unknown classes and boxes without area.
+    classes.txt may name the classes of "lines" and "voc", one per line; otherwise, all classes must occur in train.
+    Raises UsageError, naming the file and, if possible, the line, for missing or malformed files, unknown classes and
+    boxes without area.
     """
     if image_size % 32:
         raise UsageError(f"--image-size {image_size}: not a multiple of 32")
     if name == "scenes":
-        train_digits, val_digits = _digits()
+        train_digits, val_digits = digits()
         return Scenes(*train_digits, 1024, image_size, seed, True), Scenes(*val_digits, 256, image_size, seed, False)
     if not Path(path).is_dir():
         raise UsageError(f"--data-path {path}: no such folder")
@@ -62,14 +61,14 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
 
 
 class BoxDataset:
-    """The base class. A subclass reads one sample: an image (3, S, S) and rows (m, 5), without their place."""
+    """The base class. Its subclasses' `_read` returns an image (3, S, S) and its rows (m, 5): class, x1, y1, x2, y2."""
 
     _read: Callable[[int], tuple[Tensor, Tensor]]
 
     def __init__(self, count: int, classes: list[str], image_size: int, seed: int, train: bool) -> None:
         self.count, self.classes, self.num_classes = count, classes, len(classes)
         self.image_size, self.seed, self.train = image_size, seed, train
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers outlive epochs
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers stay alive between epochs
 
     def __len__(self) -> int:
         return self.count
@@ -91,8 +90,8 @@ class BoxDataset:
 class Scenes(BoxDataset):
     """Scenes of 1 to 6 digits, 18 to 64 pixels high, on a dark, noisy canvas of 96 x 96 pixels.
 
-    Two boxes share at most a quarter of the smaller one, and each is tight around its digit. In training, a scene
-    depends only on `(seed, epoch, index)`, in validation only on `index`.
+    Two boxes overlap by at most a quarter of the smaller box's area, and each box is tight around its digit. In
+    training, a scene depends only on `(seed, epoch, index)`; in validation, only on `index`.
     """
 
     most_workers = 0  # a core draws 1,500 scenes/s
@@ -134,8 +133,9 @@ def _overlap(box: Sequence[int], other: Sequence[int]) -> float:
 class Files(BoxDataset):
     """Image files with boxes: decoded on access and, in validation, letterboxed.
 
-    In training, they are scaled by 0.7 to 1.4 instead, cropped or padded at a random place, flipped and jittered in
-    color. This depends only on `(seed, epoch, index)`. Boxes are clipped to the image; those outside it are dropped.
+    In training, images are instead scaled by 0.7 to 1.4, cropped or padded at a random place, flipped and jittered in
+    color. All this depends only on `(seed, epoch, index)`. Boxes are clipped to the image; those outside it are
+    dropped.
     """
 
     def __init__(self, samples: list[tuple[Path, np.ndarray]], classes: list[str], image_size: int, *rest: Any) -> None:
@@ -156,7 +156,7 @@ class Files(BoxDataset):
             return letterbox(image, rows, self.image_size)
         boxes = BoundingBoxes(rows[:, 1:], format="XYXY", canvas_size=(height, width))
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # not the GPU's
+            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # only the CPU's generator
             parts = self.transform({"image": image, "boxes": boxes, "labels": rows[:, :1]})
         return parts["image"], torch.cat([parts["labels"], parts["boxes"].as_subclass(Tensor)], 1)
 
@@ -175,7 +175,7 @@ def letterbox(image: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: list) -> tuple[Path, np.ndarray]:
-    """Check an image and its objects: (class, whether to ignore it, box), as written. Return its rows (m, 5)."""
+    """Check an image and its `objects`, (class, ignored, *box) as in the file; return its rows `float32` (m, 5)."""
     if not image.is_file():
         raise UsageError(f"{where}: no image {image}; correct the name or add the file")
     rows = np.zeros((len(objects), 5))
@@ -221,7 +221,7 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
 
 
 def _without_outlines(each: dict) -> dict:
-    """Drop an annotation's polygon at once: those of COCO take gigabytes, on every rank."""
+    """Drop an annotation's polygon at once: COCO's polygons would take gigabytes on every rank."""
     each.pop("segmentation", None)
     return each
 
@@ -273,8 +273,8 @@ def anchors(train_set: Any) -> Tensor:
     if not len(sizes):
         raise UsageError(f"{len(indices)} training images, taken evenly, have no boxes; check --data-path")
     sizes = sizes[sizes.prod(1).argsort()]
-    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # the medians of nine equal parts: no seed
-    for _ in range(50):  # scenes need 17
+    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # medians of nine equal parts: needs no seed
+    for _ in range(50):  # the scenes converge in 17
         width, height = (torch.minimum(sizes[:, None, side], centers[:, side]) for side in (0, 1))
         nearest = (width * height / (sizes.prod(1)[:, None] + centers.prod(1) - width * height)).argmax(1)
         centers = torch.stack([sizes[nearest == k].mean(0) if (nearest == k).any() else centers[k] for k in range(9)])
@@ -299,7 +299,7 @@ def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) ->
 
 
 def count_boxes(labels: Tensor, num_classes: int) -> Tensor:
-    """Return the numbers of boxes per class, `int64` (num_classes,), without the regions to ignore."""
+    """Return the number of boxes per class, `int64` (num_classes,), without the regions to ignore."""
     classes = labels[:, 1].long()
     return torch.bincount(classes[classes >= 0], minlength=num_classes)
 
@@ -315,7 +315,7 @@ def save_preview(path: str | Path, dataset: Any) -> None:
 def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Tensor]) -> None:
     """Write the first 16 images of a dataset to a PNG: true boxes in green, those that `find` returns in red.
 
-    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). Those with a score below 0.3 are left out.
+    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). It omits scores below 0.3.
     """
     images, labels = dataset.__getitems__(range(min(16, len(dataset))))
     found = find(images).cpu()

@@ -1,6 +1,6 @@
 """Tar shards of pairs in WebDataset's format, for loader_streaming.py: write them, find them, and read them.
 
-    python -m common.tars --data-source DATA --split train --output SHARDS
+    python -m common.pairs.tars --data-source DATA --split train --output SHARDS
 
 A set is SHARDS/SPLIT-000000.tar, SHARDS/SPLIT-000001.tar, ... and SHARDS/SPLIT.json, which lists the shards with their
 numbers of pairs. In a shard, a pair is two files in sequence: KEY.img.jpg and KEY.gt.jpg, or .png or .webp.
@@ -21,8 +21,10 @@ from typing import IO, Any, NamedTuple
 
 from filelock import FileLock
 
-from . import cli, errors, pairs
-from .errors import ProcessError, UsageError
+from .. import cli
+from ..endings import report_errors
+from ..errors import ProcessError, RunError, UsageError, reason
+from . import pairs
 
 SAMPLES = Path("data", "shards")  # the default set
 KIND = "wids-shard-index-v1"  # the format of SPLIT.json, which other readers of WebDataset's shards know
@@ -41,9 +43,10 @@ class Shard(NamedTuple):
 class Shards:
     """The shards of a split, in a folder or below an http(s) URL; the length is the number of pairs.
 
-    `names` are those of the two files of a pair, such as ("img", "gt"), `buffer` is the size of the shuffle buffer. The
-    default `data_source` is a small sample set, which the first call creates. Raises UsageError, naming the file, for a
-    list that cannot be read and for a shard that is missing from the folder or has a different size there.
+    `names` are the names of the two files of a pair, such as ("img", "gt"). `buffer` is the size of the shuffle buffer,
+    in pairs. The default `data_source` is a small sample set, which the first call creates. Raises UsageError, naming
+    the file, for a list that cannot be read and for a shard that is missing from the folder or has a different size
+    there.
     """
 
     def __init__(self, data_source: str | None, split: str, names: Sequence[str], buffer: int) -> None:
@@ -63,7 +66,7 @@ class Shards:
         for url, size, length in listed:
             self.shards.append(Shard(url, size))
             if "://" in url:
-                continue  # one request for each of thousands of shards would take too long: reading them tells
+                continue  # a request for each of thousands of shards would take too long: check when reading
             if not os.path.isfile(url):
                 raise UsageError(f"{url}: {index} lists it, but there is no such file")
             if length not in (None, os.path.getsize(url)):
@@ -86,12 +89,12 @@ class Shards:
                 continue
             count, pair = 0, None
             for sample in _samples(shard.url):
-                if count < end:  # the last pair waits until the shard's length is known: nobody asks after it
+                if count < end:  # yield the last pair only after the check below: no reader continues after it
                     if pair:
                         yield pair
                     pair = [_file(shard.url, sample, name) for name in self.names] if begin <= count else None
                 count += 1
-                if count == end < shard.size:  # another reader needs the rest
+                if count == end < shard.size:  # the rest is for another reader
                     break
             if count != end:  # a tar file that was cut off between two files looks complete
                 raise ProcessError(f"{shard.url}: has {count} pairs, but its list says {shard.size}; copy it again")
@@ -102,12 +105,13 @@ class Shards:
 def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str, count: int) -> int:
     """Write pairs of files to shards of `count` pairs, and then their list; return the number of shards.
 
-    Those of "train" are shuffled, always in the same way: a reader's buffer mixes only pairs that are close together.
+    The pairs of "train" are shuffled, always in the same way: a reader's buffer mixes only pairs that are close
+    together.
     """
     library = _library()
     folder.mkdir(parents=True, exist_ok=True)
     index = folder / f"{split}.json"
-    index.unlink(missing_ok=True)  # it comes last: where there is a list, the shards are complete
+    index.unlink(missing_ok=True)  # written last: if the list exists, the shards are complete
     order = list(range(len(pair_list)))
     if split == "train":
         random.Random(0).shuffle(order)
@@ -117,7 +121,7 @@ def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str,
         with library.TarWriter(str(path), encoder=False, mtime=0, format="PAX_FORMAT") as writer:
             for number in numbers:
                 files = [Path(file) for file in pair_list[number]]
-                key = f"{number:08}-{files[0].stem.replace('.', '_')}"  # what follows the first dot names the side
+                key = f"{number:08}-{files[0].stem.replace('.', '_')}"  # the key ends at the first dot
                 sides = {f"{side}{file.suffix}": file.read_bytes() for side, file in zip(("img", "gt"), files)}
                 writer.write({"__key__": key, **sides})
         listed.append({"url": path.name, "nsamples": len(numbers), "filesize": path.stat().st_size})
@@ -155,13 +159,13 @@ def _open(url: str) -> IO[bytes]:
 
 
 def _reason(error: Exception) -> str:
-    # the library appends the stream, and further arguments; http.client puts what was read into them
+    # webdataset appends the stream and more arguments; those of http.client hold the data that it read
     first = str(error.args[0] if error.args and not isinstance(error, http.client.HTTPException) else error)
     return getattr(error, "strerror", None) or first.split(" @ <")[0] or type(error).__name__
 
 
 class _Download(io.RawIOBase):
-    """A file on a server, from its beginning. After a lost connection, it continues at the same byte."""
+    """A file on a server, from its beginning. If the connection drops, the download resumes at the same byte."""
 
     def __init__(self, url: str) -> None:
         self.url, self.at, self.size = url, 0, 0
@@ -191,7 +195,7 @@ class _Download(io.RawIOBase):
     def _connect(self) -> http.client.HTTPResponse:
         headers = {"Range": f"bytes={self.at}-"} if self.at else {}
         response = urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=TIMEOUT)
-        skip = 0 if response.status == 206 else self.at  # 206: the server sends only what was asked for
+        skip = 0 if response.status == 206 else self.at  # 206: the server sends only the requested range
         if length := int(response.headers["Content-Length"] or 0):
             size = length + self.at - skip
             if self.at and self.size not in (0, size):
@@ -214,7 +218,7 @@ def _make_samples(folder: Path) -> None:
                 write_shards(pairs.find_pairs(None, split, "img", "gt"), draft, split, 5)
             os.replace(draft, folder)
     except OSError as error:
-        raise UsageError(f"no --data-source, and cannot create samples in {folder}: {errors.reason(error)}") from None
+        raise UsageError(f"no --data-source, and cannot create samples in {folder}: {reason(error)}") from None
 
 
 def main() -> None:
@@ -224,16 +228,16 @@ def main() -> None:
     parser.add_argument("--img-dir", default="img", help="folder of input images in the split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
     parser.add_argument("--output", metavar="SHARDS", required=True, help="folder for the shards and their list")
-    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="100 MB to 1 GB are usual")
+    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="usual: shards of 100 MB to 1 GB")
     args = parser.parse_args()
     found = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
     try:
         count = write_shards(found, Path(args.output), args.split, args.pairs_per_shard)
     except OSError as error:
-        raise errors.RunError(f"{error.filename or args.output}: {errors.reason(error)}") from None
+        raise RunError(f"{error.filename or args.output}: {reason(error)}") from None
     print(f"{args.output}: {len(found)} pairs of {args.split} in {count} shards")
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with report_errors():
         main()

@@ -1,4 +1,4 @@
-"""Pairs of images, for both loaders: find and check them, choose their crops, show them, and make samples.
+"""Pairs of images, for all loaders: find and check them, choose their crops, show them, and make samples.
 
 A set of pairs is DATA/SPLIT/IMG_DIR/SUBDIR/NAME.jpg|png|webp and DATA/SPLIT/GT_DIR/SUBDIR/NAME.jpg|png|webp, with
 subfolders of any depth or none. Images are RGB and turned upright by their EXIF orientation.
@@ -20,10 +20,10 @@ from torch.utils.data import get_worker_info
 from torchvision.io import write_jpeg, write_png
 from torchvision.utils import make_grid
 
-from .errors import ProcessError, UsageError, reason
-from .images import EXTENSIONS, decode, find_files, orientation, read
-from .images import decode_reduced as decode_reduced  # for the loaders
-from .reduce import get_world_size
+from ..errors import ProcessError, UsageError, reason
+from ..images import EXTENSIONS, decode, find_files, orientation, read
+from ..images import decode_reduced as decode_reduced  # for the loaders
+from ..reduce import get_world_size
 
 SAMPLES = Path("data", "pairs")  # the default set
 
@@ -31,8 +31,9 @@ SAMPLES = Path("data", "pairs")  # the default set
 def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir: str) -> list[tuple[str, str]]:
     """Return the pairs of a split, `[(image path, target path), ...]`, sorted by name.
 
-    A pair has the same relative path in both folders, without extension. The default `data_source` is a small sample
-    set, which the first call creates. Raises UsageError, naming the file or folder, for mismatched pairs.
+    The files of a pair have the same relative path in both folders; only the extension may differ. The default
+    `data_source` is a small sample set, which the first call creates. Raises UsageError, naming the file or folder, for
+    mismatched pairs.
     """
     if data_source is None:
         make_samples(SAMPLES)
@@ -74,8 +75,8 @@ class Cut(NamedTuple):
 class Cuts:
     """Chooses how to resize, crop and flip each pair, with the same values for both images.
 
-    With `train`, crop and flips depend only on `(seed, epoch, index)`, not on the process; otherwise, the crop is the
-    center. The shorter side becomes `resize` (0: unchanged); the other keeps the aspect ratio, rounded down.
+    With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Otherwise, it crops
+    the center. The shorter side becomes `resize` pixels (0: unchanged); the other keeps the aspect ratio, rounded down.
     """
 
     def __init__(self, resize: int, crop: int, seed: int, train: bool) -> None:
@@ -104,7 +105,7 @@ class Cuts:
 
 
 class Rest:
-    """The indices of a sampler from place `first` on; the length is that of a whole pass."""
+    """The given sampler without its first `first` indices; the length is still that of a whole pass."""
 
     def __init__(self, sampler: Collection[int]) -> None:
         self.sampler, self.first = sampler, 0
@@ -119,9 +120,9 @@ class Rest:
 class Ring:
     """Shared memory that `workers` reader processes fill with batches, `uint8` (2, N, 3, crop, crop), again and again.
 
-    New memory for each batch would cost a fifth of the time of decoding. A worker fills its slots in
-    turn. It is at most two batches ahead of the one that the main process received last, because that is DataLoader's
-    `prefetch_factor`. So with three slots, it never writes to that one's.
+    Allocating memory for each batch would add about a fifth to the decoding time. A worker fills its slots in turn. It
+    is at most two batches (DataLoader's `prefetch_factor`) ahead of the batch that the main process received last. So
+    with three slots, it never overwrites that batch.
     """
 
     SLOTS = 3  # per worker
@@ -140,10 +141,10 @@ class Ring:
 
 
 def whole_batches(skip: int, local_batch_size: int) -> int:
-    """Return the batches that `skip` pairs of all processes are; raise UsageError if they are not whole ones."""
+    """Return how many batches `skip` pairs, over all processes, make; raise UsageError if a batch is incomplete."""
     batches, rest = divmod(skip, local_batch_size * get_world_size())
     if rest or skip < 0:
-        raise UsageError(f"set_epoch: {skip} pairs are no whole batches of {local_batch_size * get_world_size()}")
+        raise UsageError(f"set_epoch: {skip} pairs are not a multiple of {local_batch_size * get_world_size()}")
     return batches
 
 

@@ -1,0 +1,1 @@
+"""Object detection: what only `train_yolov3.py` and its children use."""

@@ -1,0 +1,1 @@
+"""Pairs of images: what only `loader.py` and its children use."""

@@ -1,0 +1,48 @@
+"""How a pipeline divides its work: a model into stages, and a batch into micro-batches; for `train_PP.py`."""
+import math
+from itertools import accumulate
+
+from torch import nn
+
+from . import models
+from .errors import UsageError
+from .vit import ViT
+
+
+def cut(model: nn.Module, count: int) -> list[nn.Sequential]:
+    """Cut a model into `count` stages with about equally many parameters; the stages use the model's own layers.
+
+    Raises UsageError if the model is not a chain of layers, if fewer than `count` of them have parameters, or if it has
+    BatchNorm, whose statistics would be those of a micro-batch.
+    """
+    if not isinstance(model, (models.CNN, ViT, nn.Sequential)):
+        raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise UsageError("--model: BatchNorm would see micro-batches, not batches; use LayerNorm or GroupNorm")
+    layers = models.layers_of(model) if not isinstance(model, nn.Sequential) else [*model]
+    starts = [number for number, layer in enumerate(layers) if models.has_parameters(layer)]
+    if count > len(starts):
+        raise UsageError(f"{count} pipeline stages: the model has only {len(starts)} layers with parameters; "
+                         "start fewer processes")
+    before = [0, *accumulate(sum(each.numel() for each in layer.parameters()) for layer in layers)]
+    ends: list[int] = []
+    for stage in range(1, count):  # cut nearest to an equal share; each stage gets a layer with parameters
+        possible = [start for start in starts[stage:len(starts) - count + stage + 1] if start > max(ends, default=0)]
+        ends.append(min(possible, key=lambda start: abs(before[start] - before[-1] * stage / count)))
+    return [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], [*ends, len(layers)])]
+
+
+def split_batch(batch_size: int, micro_batches: int | None, processes: int, chunks: int) -> int:
+    """Return the number of micro-batches of a pipeline with `chunks` stages per process; by default, two per stage.
+
+    One stage per process gets a power of two, which divides most batches. Raises UsageError if the micro-batches do
+    not divide the batch evenly, or do not suit the schedule.
+    """
+    number = micro_batches or (2 * processes * chunks if chunks > 1 else 2 ** math.ceil(math.log2(2 * processes)))
+    if batch_size % number:
+        raise UsageError(f"--batch-size {batch_size}: not a multiple of the {number} micro-batches of --micro-batches")
+    if chunks == 1 and number < processes:
+        raise UsageError(f"--micro-batches {number}: fewer than the {processes} pipeline stages, which would wait")
+    if chunks > 1 and number % processes:
+        raise UsageError(f"--micro-batches {number}: not a multiple of the {processes} processes of interleaved stages")
+    return number

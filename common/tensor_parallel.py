@@ -1,0 +1,38 @@
+"""Check which layers of a model tensor parallelism can split; for `train_TP.py`."""
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
+    """Return the entries of `plan` that match layers of `model`; the "tensor" side of the mesh `grid` splits them.
+
+    Raises UsageError if no entry matches, or if a planned layer or the heads of an attention do not divide evenly. It
+    also rejects several groups with an old torch: their shards are strided, and torch 2.9.1 saves the wrong momentum
+    for them; 2.14.1 does not.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    size, found = grid["tensor"].size(), {}
+    if 1 < size < grid.size() and TorchVersion(torch.__version__) < "2.14":
+        raise UsageError(f"--tensor-parallel {size}: several groups need torch 2.14 or newer; this is "
+                         f"{torch.__version__}, which could save the momentum in the wrong order")
+    for name, module in model.named_modules():
+        if getattr(module, "heads", 0) % size:
+            raise UsageError(f"--tensor-parallel {size}: does not divide the {module.heads} heads of {name}")
+        for pattern in (pattern for pattern in plan if fnmatch(name, pattern)):
+            found[pattern] = plan[pattern]
+            split = module.weight.shape[0 if isinstance(plan[pattern], ColwiseParallel) else 1]
+            if split % size:
+                raise UsageError(f"--tensor-parallel {size}: does not divide the width of {name}, {split}")
+    if not found:
+        raise UsageError("--model: its layers are in no tensor plan; add them at '# new # TP: yours'")
+    return found
