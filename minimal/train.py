@@ -5,26 +5,19 @@
 Parent: none
 """
 import argparse
+import math
 import os
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 
-class Table(Dataset):  # yours: the data
-    """A generated table. Each row is a tuple (features, target)."""
-
-    def __init__(self, rows, seed):
-        numbers = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
-        self.features = numbers[:, :3]
-        self.targets = self.features.sin().sum(1, keepdim=True) + 0.5 * numbers[:, 3:]
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        return self.features[index], self.targets[index]
+def create_table(rows, seed):  # yours: the data
+    """Return a generated dataset. Each sample is a tuple (features, target)."""
+    numbers = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    features = numbers[:, :3]
+    return TensorDataset(features, features.sin().sum(1, keepdim=True) + 0.5 * numbers[:, 3:])
 
 
 @torch.inference_mode()
@@ -42,7 +35,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=100, help="maximum passes over the table")
     parser.add_argument("--patience", type=int, default=6, help="stop after N epochs without improvement")
-    parser.add_argument("--batch-size", type=int, default=60, help="samples per step, over ALL processes")
+    parser.add_argument("--batch-size", type=int, default=48, help="samples per step, over ALL processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
     parser.add_argument("--seed", type=int, default=0, help="for the weights and the order of the samples")
     parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
@@ -50,7 +43,7 @@ def main():
     args = parser.parse_args()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(args.seed)
-    train_set, val_set = Table(1000, seed=1), Table(499, seed=2)
+    train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, args.batch_size)
@@ -66,20 +59,22 @@ def main():
         model.train()
         loss_sum = torch.zeros((), device=device)
         for features, targets in train_loader:
-            loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device))
             optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device))
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach() * len(targets)
 
         train_loss = loss_sum.item() / (len(train_loader) * args.batch_size)
         val_loss, lr = evaluate(model, val_loader, device), scheduler.get_last_lr()[0]
+        if math.isnan(val_loss):
+            parser.exit(1, f"error: val_loss is nan in epoch {epoch}: try a smaller --lr\n")
         scheduler.step(val_loss)
         if val_loss < best_loss:
             best_loss, best_epoch = val_loss, epoch
+            state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
 
         if epoch == best_epoch:
-            state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
             torch.save(state, args.output + ".tmp")
             os.replace(args.output + ".tmp", args.output)  # a crash cannot leave half a checkpoint
         print(f"epoch {epoch:3}  loss {train_loss:.5f}  val_loss {val_loss:.5f}  lr {lr:g}")

@@ -8,28 +8,21 @@
 Parent: train.py
 """
 import argparse
+import math
 import os
 
 import torch
 
 # new # DDP
 from torch import distributed as dist, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-class Table(Dataset):  # yours: the data
-    """A generated table. Each row is a tuple (features, target)."""
-
-    def __init__(self, rows, seed):
-        numbers = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
-        self.features = numbers[:, :3]
-        self.targets = self.features.sin().sum(1, keepdim=True) + 0.5 * numbers[:, 3:]
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        return self.features[index], self.targets[index]
+def create_table(rows, seed):  # yours: the data
+    """Return a generated dataset. Each sample is a tuple (features, target)."""
+    numbers = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    features = numbers[:, :3]
+    return TensorDataset(features, features.sin().sum(1, keepdim=True) + 0.5 * numbers[:, 3:])
 
 
 @torch.inference_mode()
@@ -51,7 +44,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=100, help="maximum passes over the table")
     parser.add_argument("--patience", type=int, default=6, help="stop after N epochs without improvement")
-    parser.add_argument("--batch-size", type=int, default=60, help="samples per step, over ALL processes")
+    parser.add_argument("--batch-size", type=int, default=48, help="samples per step, over ALL processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
     parser.add_argument("--seed", type=int, default=0, help="for the weights and the order of the samples")
     parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
@@ -63,7 +56,7 @@ def main():
     args = parser.parse_args()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(args.seed)
-    train_set, val_set = Table(1000, seed=1), Table(499, seed=2)
+    train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
 
     # new # DDP: launchers set these variables; plain python is a group of one; srun needs ../train_DDP.py
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
@@ -98,11 +91,11 @@ def main():
         model.train()
         loss_sum = torch.zeros((), device=device)
         for features, targets in train_loader:
+            optimizer.zero_grad()
 
             # new # DDP: call the wrapper: its forward prepares the averaging
             loss = nn.functional.mse_loss(parallel_model(features.to(device)), targets.to(device))
 
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach() * len(targets)
@@ -112,16 +105,18 @@ def main():
 
         train_loss = loss_sum.item() / (len(train_loader) * args.batch_size)
         val_loss, lr = evaluate(model, val_loader, device), scheduler.get_last_lr()[0]
+        if math.isnan(val_loss):
+            parser.exit(1, f"error: val_loss is nan in epoch {epoch}: try a smaller --lr\n")
         scheduler.step(val_loss)
         if val_loss < best_loss:
             best_loss, best_epoch = val_loss, epoch
+            state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
 
-        # new # DDP: one process saves and prints; below this line, rank 0 would decide alone
+        # new # DDP: only rank 0 saves and prints; below this line, decide nothing for the other ranks
         if rank != 0:
             continue
 
         if epoch == best_epoch:
-            state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
             torch.save(state, args.output + ".tmp")
             os.replace(args.output + ".tmp", args.output)  # a crash cannot leave half a checkpoint
         print(f"epoch {epoch:3}  loss {train_loss:.5f}  val_loss {val_loss:.5f}  lr {lr:g}")

@@ -1,18 +1,25 @@
-"""minimal/: both scripts, as users launch them, train the same model, and measure, stop and save alike."""
+"""minimal/: all scripts train the same model, and measure, stop and save alike."""
 import re
 import runpy
+import sys
+from pathlib import Path
 
 import markers
 import pytest
 import torch
-from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, good, load, run
+from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, distance, good, load, run, same
 from torch import nn
 
 BASELINE, DDP = ROOT / "minimal/train.py", ROOT / "minimal/train_DDP.py"
+CHILD = f"{ROOT}/minimal/train_{{}}.py"
+SCRIPTS = sorted(ROOT.glob("minimal/*.py"))
 COMMANDS = {"train.py": [PYTHON, BASELINE], "on 2": [*TORCHRUN, "--nproc-per-node=2", DDP],
-            "on 3": [*LAUNCH, "--nproc_per_node=3", DDP], "on 1": [PYTHON, DDP]}
-FEW = ["train.py", "on 2", pytest.param("on 3", marks=pytest.mark.drill)]
-ROWS, VAL_ROWS, BATCH, PATIENCE, EPOCHS = 1000, 499, 60, 6, 100  # the defaults
+            "on 3": [*LAUNCH, "--nproc_per_node=3", DDP], "on 1": [PYTHON, DDP],
+            "grad_accum": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("grad_accum"), "--accum-steps", "5"],
+            "FSDP": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("FSDP")],
+            "resume": [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", CHILD.format("resume")]}
+FEW = ["train.py", "on 2", "FSDP", pytest.param("on 3", marks=pytest.mark.drill)]
+ROWS, VAL_ROWS, BATCH, PATIENCE, EPOCHS = 1000, 499, 48, 6, 100  # the defaults
 EPOCH = re.compile(r"epoch +(\d+)  loss ([\d.]+)  val_loss ([\d.]+)  lr ([\d.e-]+)")
 
 
@@ -45,10 +52,11 @@ def weights_differ(left, right):
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-@pytest.mark.parametrize("name", ["on 2", *(pytest.param(name, marks=pytest.mark.drill) for name in ("on 1", "on 3"))])
+@pytest.mark.parametrize("name", ["on 2", "grad_accum", "FSDP",
+                                  *(pytest.param(name, marks=pytest.mark.drill) for name in ("on 1", "on 3"))])
 def test_any_number_of_processes_trains_the_same_model(trained, name):
-    """Neither the batches nor the validation set fit evenly, and the last batch is incomplete."""
-    assert ROWS % BATCH and VAL_ROWS % 2 and VAL_ROWS % 3 and VAL_ROWS % BATCH
+    """Neither the batches nor the micro-batches nor the validation set fit evenly."""
+    assert ROWS % BATCH and VAL_ROWS % 2 and VAL_ROWS % 3 and VAL_ROWS % BATCH and BATCH // 2 % 5
     (baseline, lines), (folder, same_lines) = trained("train.py"), trained(name)
     assert weights_differ(baseline / "best.pt", folder / "best.pt") < 1e-11
     assert same_lines == lines  # one process prints; losses, learning rates and the last epoch are the same
@@ -71,31 +79,101 @@ def test_the_checkpoint_is_one_file_for_the_plain_model_and_its_loss_counts_each
     folder, _ = trained(name)
     assert [path.name for path in folder.iterdir()] == ["best.pt"]
     state = torch.load(folder / "best.pt", weights_only=True)
-    table = runpy.run_path(str(BASELINE))["Table"]
+    create_table = runpy.run_path(str(BASELINE))["create_table"]
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1)).double()
     model.load_state_dict(state["model"])
     torch.set_default_dtype(torch.float64)
     try:
-        rows = table(VAL_ROWS, seed=2)
+        features, targets = create_table(VAL_ROWS, seed=2).tensors
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
-        loss = ((model(rows.features) - rows.targets) ** 2).mean().item()
+        loss = ((model(features) - targets) ** 2).mean().item()
     assert state["val_loss"] == pytest.approx(loss, rel=1e-12)
 
 
-def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(tmp_path, environment):
-    result = run(*COMMANDS["on 2"], "--batch-size", "61", cwd=tmp_path, env=environment)
-    said = [line for line in result.err.splitlines() if "--batch-size" in line]
-    assert result.code != 0 and 'train_DDP.py", line' not in result.err  # no traceback of the script
-    assert set(said) == {"error: --batch-size 61: not a multiple of 2 processes"} and len(said) <= 2
+KILL = """
+import os, signal
+replace, left = os.replace, {epochs}
+def kill(source, target):
+    global left
+    left -= str(target).endswith(".last")
+    if not left and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = kill
+"""
+
+
+def test_a_killed_run_resumes_and_trains_the_same_bits(trained, environment, tmp_path):
+    """SIGKILL comes while rank 0 saves an epoch after the best one, between writing and renaming the file."""
+    uninterrupted, lines = trained("on 2")
+    rates = [EPOCH.fullmatch(line)[4] for line in lines]
+    epoch = max(number for number in range(1, len(rates)) if rates[number - 1] != rates[number])
+    assert load(uninterrupted / "best.pt")["epoch"] < epoch - 1  # the scheduler and early stopping count epochs
+    site = tmp_path / "site"
+    site.mkdir()
+    site.joinpath("sitecustomize.py").write_text(
+        Path(environment["PYTHONPATH"], "sitecustomize.py").read_text() + KILL.format(epochs=epoch))
+    env = environment | {"PYTHONPATH": str(site), "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    out = good(run(*COMMANDS["resume"], cwd=tmp_path, env=env, quiet=False)).out
+    assert [line for line in out.splitlines() if line.startswith("epoch")] == lines[:epoch] + lines[epoch - 1:]
+    assert same(load(tmp_path / "best.pt"), load(uninterrupted / "best.pt"))
+    assert {path.name for path in tmp_path.iterdir()} == {"best.pt", "best.pt.last", "site"}
+
+
+@pytest.fixture
+def here(alone, monkeypatch, tmp_path, capsys):
+    """Return a function that runs a script in this process, on one device: (exit code, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(path, *options):
+        monkeypatch.setattr(sys, "argv", [str(path), "--device", "cpu", *options])
+        code = 0
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return start
+
+
+def test_bf16_trains_like_float32_where_float16_would_overflow(here, tmp_path):
+    """Adam ignores the scale of the loss. With 2**20, gradients exceed 65504, the greatest number of float16."""
+    code, out, _ = here(BASELINE, "--epochs", "2", "--output", "float32.pt")
+    text = Path(CHILD.format("amp")).read_text()
+    assert text.count("loss.backward()") == 1
+    large = tmp_path / "train_amp.py"
+    large.write_text(text.replace("loss.backward()", "(loss * 2**20).backward()"))
+    assert (code, here(large, "--epochs", "2")[::2]) == (0, (0, ""))
+    left, right = load(tmp_path / "float32.pt"), load(tmp_path / "best.pt")
+    assert left["val_loss"] == pytest.approx(right["val_loss"], rel=0.02)
+    assert all(tensor.dtype == torch.float32 for tensor in right["model"].values())
+    assert 1e-4 < distance(tmp_path / "float32.pt", tmp_path / "best.pt") < 0.1  # float32 would differ by 1e-6
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_loss_that_is_nan_ends_the_run(here, tmp_path, path):
+    code, out, err = here(path, "--lr", "1e30", "--epochs", "2")
+    assert (code, out) == (1, "") and err == "error: val_loss is nan in epoch 1: try a smaller --lr\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_pair_is_short():
-    for path in (BASELINE, DDP):
-        _, _, body = path.read_text().split('"""', 2)
-        assert sum(bool(markers.CODE.match(line)) for line in body.splitlines()) < 90
-    assert len(BASELINE.read_text().splitlines()) < 90
-    assert sum(block.changed for block in markers.compare(DDP)) <= 24
-    assert not re.search(r"^(import|from) (?!torch|argparse|os)", BASELINE.read_text() + DDP.read_text(), re.M)
+@pytest.mark.parametrize("path", SCRIPTS[1:], ids=lambda path: path.name)
+def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(here, tmp_path, monkeypatch, path):
+    for name, value in [("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")]:
+        monkeypatch.setenv(name, value)
+    assert here(path, "--batch-size", "49") == (2, "", "error: --batch-size 49: not a multiple of 2 processes\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_scripts_are_short_and_need_only_torch():
+    budgets = {"DDP": 24, "FSDP": 16, "amp": 8, "grad_accum": 10, "resume": 14}
+    assert BATCH % 8 == 0  # machines with 8 GPUs
+    for path in SCRIPTS:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 150
+        assert sum(block.changed for block in markers.compare(path)) <= budgets.get(path.stem[6:], 0)
+        assert {*re.findall(r"^(?:import|from) (\w+)", text, re.M)} <= {"torch", "argparse", "contextlib", "math", "os"}

@@ -1,0 +1,137 @@
+"""Regression on a table, in mixed precision: minimal/train_DDP.py with the forward pass in bfloat16.
+
+    torchrun --nproc-per-node=2 minimal/train_amp.py
+    torchrun --nproc-per-node=2 minimal/train_amp.py --device cpu     # if there are fewer than two GPUs
+    python minimal/train_amp.py
+
+Weights, optimizer, loss and evaluation stay in float32. So you can compare val_loss with the other scripts.
+
+V100 and T4 GPUs are slow in bfloat16. float16 has a smaller range: gradients below 6e-8 become 0, and those
+above 65504 become inf. So it also needs torch.amp.GradScaler, as in ../train_amp.py --precision fp16.
+
+Parent: train_DDP.py
+"""
+import argparse
+import math
+import os
+
+import torch
+
+# new # DDP
+from torch import distributed as dist, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def create_table(rows, seed):  # yours: the data
+    """Return a generated dataset. Each sample is a tuple (features, target)."""
+    numbers = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    features = numbers[:, :3]
+    return TensorDataset(features, features.sin().sum(1, keepdim=True) + 0.5 * numbers[:, 3:])
+
+
+@torch.inference_mode()
+def evaluate(model, loader, device):  # yours: the loss, here and in main()
+    """Return the mean loss over all samples, each counted once."""
+    model.eval()
+    sums = torch.zeros(2, device=device)  # sum of the losses, number of samples
+    for features, targets in loader:
+        loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device), reduction="sum")
+        sums += torch.stack([loss, torch.full_like(loss, len(targets))])
+
+    # new # DDP: sums over all processes are exact; a mean of means is not
+    dist.all_reduce(sums)
+
+    return (sums[0] / sums[1]).item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--epochs", type=int, default=100, help="maximum passes over the table")
+    parser.add_argument("--patience", type=int, default=6, help="stop after N epochs without improvement")
+    parser.add_argument("--batch-size", type=int, default=48, help="samples per step, over ALL processes")
+    parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="for the weights and the order of the samples")
+    parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
+    parser.add_argument("--output", default="best.pt", help="the checkpoint of the best epoch")
+
+    # new # DDP: torch.distributed.launch passes this option; torchrun does not
+    parser.add_argument("--local-rank", type=int, help="ignored: LOCAL_RANK has the same value")
+
+    args = parser.parse_args()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(args.seed)
+    train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
+
+    # new # DDP: launchers set these variables; plain python is a group of one; srun needs ../train_DDP.py
+    if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if args.batch_size % world_size:
+        parser.exit(2, f"error: --batch-size {args.batch_size}: not a multiple of {world_size} processes\n")
+    torch.get_device_module(device).set_device(local_rank)  # before anything uses the device
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+
+    # new # DDP: each process reads its share of each batch and, without padding, of the validation set
+    sampler = DistributedSampler(train_set, seed=args.seed * 10**6, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
+    val_loader = DataLoader(val_set, args.batch_size, sampler=range(rank, len(val_set), world_size))
+
+    model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)  # yours: the model
+
+    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    parallel_model = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(args.seed + rank)  # each process draws its own dropout
+
+    optimizer = torch.optim.Adam(model.parameters(), args.lr)  # yours: the optimizer
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+    best_loss, best_epoch = float("inf"), 0
+    for epoch in range(1, args.epochs + 1):
+        if epoch - best_epoch > args.patience:
+            break
+
+        # new # DDP: without this, every epoch has the same order
+        sampler.set_epoch(epoch)
+
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        for features, targets in train_loader:
+            optimizer.zero_grad()
+
+            # new # amp: autocast picks the precision of each operation; backward() follows it
+            with torch.autocast(device.type, torch.bfloat16):
+                outputs = parallel_model(features.to(device))
+
+            # new # amp: computes the loss in float32: bfloat16's 8 bits would round a small error away
+            loss = nn.functional.mse_loss(outputs.float(), targets.to(device))
+
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach() * len(targets)
+
+        # new # DDP: all processes get the same sum
+        dist.all_reduce(loss_sum)
+
+        train_loss = loss_sum.item() / (len(train_loader) * args.batch_size)
+        val_loss, lr = evaluate(model, val_loader, device), scheduler.get_last_lr()[0]
+        if math.isnan(val_loss):
+            parser.exit(1, f"error: val_loss is nan in epoch {epoch}: try a smaller --lr\n")
+        scheduler.step(val_loss)
+        if val_loss < best_loss:
+            best_loss, best_epoch = val_loss, epoch
+            state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
+
+        # new # DDP: only rank 0 saves and prints; below this line, decide nothing for the other ranks
+        if rank != 0:
+            continue
+
+        if epoch == best_epoch:
+            torch.save(state, args.output + ".tmp")
+            os.replace(args.output + ".tmp", args.output)  # a crash cannot leave half a checkpoint
+        print(f"epoch {epoch:3}  loss {train_loss:.5f}  val_loss {val_loss:.5f}  lr {lr:g}")
+
+
+if __name__ == "__main__":
+    main()
+
+    # new # DDP: only after success: after a failure, this could wait forever for other ranks
+    dist.destroy_process_group()
