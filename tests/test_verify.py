@@ -17,7 +17,8 @@ CAUSES = {
     "rate times 2": "learning-rate", "batch per process": "batch-size", "fewer epochs": "batch-size",
     "no sampler": "samples", "batchnorm left in eval": "evaluation", "batchnorm": "batchnorm",
     "mean over own tokens": "uneven-mean", "rank 0 stops": "rank-stops", "clip per rank": "clip",
-    "functional dropout": "random", "weight decay": "unknown", "decay of ranks": "unknown"}
+    "functional dropout": "random", "weight decay": "unknown", "decay of ranks": "unknown",
+    "equal rows by hand": "samples", "cut by hand, summed again": "unknown"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2}
 
@@ -37,8 +38,10 @@ def test_every_cause_has_a_mistake_that_shows_it():
     assert set(CAUSES.values()) == set(verify.REMEDIES)
 
 
-def test_two_ranks_train_the_model_of_one(records):
-    report = verify.compare(records / "right on 1", records / "right on 2")
+@pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "cut by hand"])
+def test_two_ranks_train_the_model_of_one(records, way):
+    one = "right" if "cut" in way else way
+    report = verify.compare(records / f"{one} on 1", records / f"{way} on 2")
     assert (report["verdict"], report["steps"], report["ranks"]) == ("same", [12, 12], [1, 2])
     assert 0 < report["difference"] < 1e-12
 
@@ -52,6 +55,16 @@ def test_the_cause_of_a_mistake_is_named(records, mistake):
     assert (report["verdict"], report["cause"]) == ("different", CAUSES[mistake]), report
     assert report["step"] == STEPS.get(mistake, 1)
     assert mistake in ("fewer epochs", "rank 0 stops") or re.fullmatch(r"[012]\.(weight|bias)", report["parameter"])
+
+
+@pytest.mark.parametrize("way", ["cut by hand", "weights of each rank"])
+def test_ranks_that_differ_alike_in_two_runs_of_a_command_are_reproducible(records, way):
+    assert verify.compare(records / f"{way} on 2", records / f"{way} on 2", again=True)["verdict"] == "same"
+
+
+def test_the_samples_of_a_loop_without_a_loader_are_the_inputs_of_the_model(records):
+    report = verify.compare(records / "equal rows by hand on 1", records / "equal rows by hand on 2")
+    assert "every rank reads the same samples" in report["message"]
 
 
 def test_the_order_of_the_commands_does_not_matter(records):
@@ -89,13 +102,13 @@ def test_commands_that_train_nothing_are_not_comparable(command, said, tmp_path)
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     command = f"sh -c 'sleep 600 & echo $! > {tmp_path}/pid; setsid sleep 600'"
     said = verify.record(command, tmp_path / "run", 1.0)
-    assert said.startswith("not at an end after 1 s")
+    assert said.startswith("did not end within 1 s")
     stat = f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat"
     assert not os.path.exists(stat) or open(stat).read().split()[2] == "Z"
 
 
 @pytest.mark.parametrize(("way", "said"), [("by-hand", "command A took no optimizer step"),
-                                           ("nan", "neither model is finite after step")])
+                                           ("nan", "both models hold NaN or infinity after step")])
 def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
     report = verify.compare(records / way, records / way)
     assert report["verdict"] == "not comparable" and said in report["message"]
@@ -136,3 +149,12 @@ def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path
         (tmp_path / f"0-{number}.jsonl").write_text(next((records / "right on 1").glob("*.jsonl")).read_text())
     report = verify.compare(records / "right on 1", tmp_path)
     assert report["verdict"] == "not comparable" and "command B restarted" in report["message"]
+
+
+def test_stages_of_a_pipeline_are_not_slices():
+    a, b = object.__new__(verify.Run), object.__new__(verify.Run)
+    row = lambda shape: ["weight", shape, [0.0] * 3, [0.1], [0.0] * 3, [0.0] * 3]  # noqa: E731
+    a.ranks = {rank: [{"rows": [row(shape)]}] for rank, shape in enumerate([[2, 2], [2]])}
+    b.ranks = {0: [{"rows": [row([2, 4])]}]}
+    a.join(b)
+    assert [step["rows"] for step, in a.ranks.values()] == [[row([2, 2])], [row([2])]]

@@ -22,17 +22,55 @@ MISTAKES = [
     "right", "another seed", "weights of each rank", "model instead of DDP", "scheduler on rank 0", "no set_epoch",
     "summed loss", "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm",
     "batchnorm left in eval", "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout",
-    "weight decay", "decay of ranks"]
+    "weight decay", "decay of ranks", "16 bits in the step", "rows by hand", "equal rows by hand",
+    "cut by hand", "cut by hand, summed again"]
 WAYS = ["well", "nan", "by-hand"]
+
+
+class Sixteen(torch.optim.Optimizer):
+    """Multiplies in 16 bits, as torch.optim.Muon does, and adds in `parts`, as a product on several threads does."""
+
+    def __init__(self, parameters, lr, parts):
+        super().__init__(parameters, {"lr": lr})
+        self.parts = parts
+
+    @torch.no_grad()
+    def step(self):
+        casts = torch.Tensor.bfloat16, torch.Tensor.half, *[
+            lambda grad, name=name: getattr(grad, name)(torch.bfloat16) for name in ("to", "type")]
+        for cast, parameter in zip(casts, self.param_groups[0]["params"]):
+            grad = cast(parameter.grad.reshape(len(parameter), -1).T)
+            gram = sum(part.T @ part for part in grad.chunk(self.parts))
+            update = (grad - grad @ gram).T.reshape(parameter.shape)
+            parameter -= self.param_groups[0]["lr"] * update.to(parameter.dtype)
+
+
+class Sum(torch.autograd.Function):
+    """Add the outputs of all ranks; the backward pass is the identity."""
+
+    @staticmethod
+    def forward(ctx, part):
+        whole = part.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 def train(mistake, rank, world):
     torch.manual_seed({"another seed": 1, "weights of each rank": rank}.get(mistake, 0))
     layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
     model = nn.Sequential(*layers)
+    cut = "cut" in mistake
+    if cut:  # as Megatron: rows of the first layer, columns of the second one
+        for parameter, axis in ((layers[0].weight, 0), (layers[0].bias, 0), (layers[2].weight, 1)):
+            parameter.data = parameter.data.chunk(world, axis)[rank].clone()
+        rank, world = 0, 1  # each rank reads whole batches
     alone = world == 1 or mistake in ("weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks")
     wrapped = model if alone else DistributedDataParallel(model)
-    gc.freeze()  # as select_device() does, which a program may call this late: verify.py finds the model all the same
+    gc.freeze()  # a program may do this to start its workers faster: verify.py finds the model all the same
     g = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
                          torch.arange(48).remainder(5).add(1).double())
@@ -43,15 +81,24 @@ def train(mistake, rank, world):
         loader = DataLoader(data, 8 if mistake == "batch per process" else 8 // world, sampler=sampler)
     decay = 0.1 if mistake == "weight decay" else 0.0
     optimizer = torch.optim.SGD(model.parameters(), 0.2 if mistake == "rate times 2" else 0.1, weight_decay=decay)
+    if "16 bits" in mistake:
+        optimizer = Sixteen(model.parameters(), 0.1, world)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for epoch in range(1 if mistake == "fewer epochs" else 2):
         if mistake not in ("no set_epoch", "no sampler"):
             sampler.set_epoch(epoch)
+        if "rows" in mistake:
+            loader = (data[torch.randint(48, (8 // world,)) if "equal" in mistake else
+                           torch.randint(48, (8,))[rank::world]] for _ in range(6))
         for x, y, weight in loader:
             optimizer.zero_grad()
-            out = wrapped(x)
             if mistake == "functional dropout":
-                out = nn.functional.dropout(out, 0.5)
+                x = nn.functional.dropout(x, 0.5)
+            if cut:
+                add = torch.distributed.nn.all_reduce if "again" in mistake else Sum.apply
+                out = add(nn.functional.linear(model[:2](x), model[2].weight)) + model[2].bias
+            else:
+                out = wrapped(x)
             loss = (nn.functional.cross_entropy(out, y, reduction="none") * weight).sum()
             total = weight.sum()
             if world > 1 and mistake != "mean over own tokens":
@@ -98,7 +145,8 @@ if __name__ == "__main__":
     import torch._dynamo  # noqa: F401  # here, or each process imports it for its optimizer
     import torch.distributed.nn  # noqa: F401
 
-    alone = {"batchnorm", "clip per rank", "functional dropout"}  # the run on one process does the same there
+    alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
+             "equal rows by hand"}  # the run on one process does the same there
     for mistake in MISTAKES + WAYS:
         for world in (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,):
             folder = Path(sys.argv[1]) / (mistake if mistake in WAYS else f"{mistake} on {world}")
