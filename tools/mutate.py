@@ -1,7 +1,7 @@
-"""Reintroduce every pitfall of docs/pitfalls.md, one at a time, and check that the test named there fails.
+"""Put back every pitfall, one at a time, as tools/mutations.txt says, and check that the test named there fails.
 
     python tools/mutate.py                # all of them, two at a time, and the report
-    python tools/mutate.py D1 D2          # only these, without a report
+    python tools/mutate.py D1 D2.2        # only these, without a report
 
 Each test runs in a copy of the repository with the wrong lines instead of the right ones, so the working tree does not
 change. The report is docs/mutations.md. Exit code 1 if a test stays green.
@@ -24,17 +24,17 @@ SECONDS = 400  # a run that hangs counts as detected: the tests end hung runs, a
 VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit codes
 
 
-def try_out(trap: texts.Trap) -> tuple[str, str, float]:
+def try_out(mutation: texts.Mutation) -> tuple[str, str, float]:
     """Put a pitfall back and run its test, if any; return (verdict, the first error that pytest reports, seconds)."""
-    if not trap.test.startswith("tests/"):
-        return f"no test: {trap.test}", "", 0.0
+    if not mutation.test.startswith("tests/"):
+        return f"no test: {mutation.test}", "", 0.0
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "repository")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "data", "__pycache__", ".venv"))
-        file = copy / trap.file
-        file.write_text(trap.put_back(file.read_text()))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", trap.test]
+        file = copy / mutation.file
+        file.write_text(mutation.put_back(file.read_text()))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", mutation.test]
         try:
             result = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
@@ -48,37 +48,37 @@ def try_out(trap: texts.Trap) -> tuple[str, str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a pitfall, such as D1 (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a mutation, such as D1 (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="pitfalls to try at the same time (default: 2)")
     args = parser.parse_args()
     names = args.names
-    traps = texts.read_traps(ROOT / "docs/pitfalls.md")
-    if set(names) - set(traps):
-        parser.error(f"no such pitfall: {', '.join(sorted(set(names) - set(traps)))}")
+    mutations = texts.read_mutations(ROOT / "tools/mutations.txt")
+    if set(names) - set(mutations):
+        parser.error(f"no such pitfall: {', '.join(sorted(set(names) - set(mutations)))}")
 
-    chosen = [traps[name] for name in names or traps]
+    chosen = [mutations[name] for name in names or mutations]
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for trap, (verdict, said, seconds) in zip(chosen, tqdm(pool.map(try_out, chosen), total=len(chosen))):
-            rows.append((trap, verdict, said, seconds))
-            tqdm.write(f"{trap.name:4} {verdict:14} {seconds:4.0f} s  {said[:100]}")
+        for mutation, (verdict, said, seconds) in zip(chosen, tqdm(pool.map(try_out, chosen), total=len(chosen))):
+            rows.append((mutation, verdict, said, seconds))
+            tqdm.write(f"{mutation.name:4} {verdict:14} {seconds:4.0f} s  {said[:100]}")
     if not names:
         report(rows)
     return int(any(verdict not in ("red", "skipped") and not verdict.startswith("no test") for _, verdict, *_ in rows))
 
 
-def report(rows: list[tuple[texts.Trap, str, str, float]]) -> None:
+def report(rows: list[tuple[texts.Mutation, str, str, float]]) -> None:
     """Write docs/mutations.md: the result for every pitfall."""
     import torch
 
     red = sum(verdict == "red" for _, verdict, _, _ in rows)
     lines = ["# Every pitfall put back", "",
              f"`python tools/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of "
-             f"{len(rows)} pitfalls, {red} were caught by the test that docs/pitfalls.md names.", "",
+             f"{len(rows)} mutations, {red} were caught by the test that tools/mutations.txt names.", "",
              "| pitfall | in | test | result | seconds |", "|---|---|---|---|---:|"]
-    for trap, verdict, _, seconds in rows:
-        test = f"`{trap.test}`" if trap.test.startswith("tests/") else "-"
-        lines.append(f"| {trap.name} {trap.title} | `{trap.file}` | {test} | {verdict} | {seconds:.0f} |")
+    for mutation, verdict, _, seconds in rows:
+        test = f"`{mutation.test}`" if mutation.test.startswith("tests/") else "-"
+        lines.append(f"| {mutation.name} | `{mutation.file}` | {test} | {verdict} | {seconds:.0f} |")
     (ROOT / "docs/mutations.md").write_text("\n".join(lines) + "\n")
 
 

@@ -19,8 +19,10 @@ CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Name.Exception, "bu"),
 ]
 TRAP = re.compile(r"([SDPEYF]\d+) (.+)")
-FIELDS = ["Symptom", "Cause", "Wrong", "Right", "Beside", "Test", "Read"]
+FIELDS = ["Symptom", "Cause", "Wrong", "Right", "Beside", "Read"]
 OPTIONAL = {"Beside", "Read"}
+PAGES = ["pitfalls.md", "one-process.md"]
+INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- end of index -->)", re.S)
 
 
 class TextError(Exception):
@@ -29,20 +31,26 @@ class TextError(Exception):
 
 @dataclasses.dataclass
 class Trap:
-    """One pitfall: `wrong` replaces the lines `right` of `file`.
-
-    The page shows it beside the line `beside` of a script; by default, beside the first line of `right`.
-    """
+    """One pitfall: what a reader sees of it. The page shows it beside the line `beside` of a script."""
 
     name: str
     title: str
     symptom: str
     cause: str
     wrong: str
-    file: str
     right: str
     beside: str
+
+
+@dataclasses.dataclass
+class Mutation:
+    """What puts a pitfall back: `wrong` replaces the lines `right` of `file`, and `test` must fail."""
+
+    name: str
+    file: str
     test: str
+    right: str
+    wrong: str
 
     def put_back(self, text: str) -> str:
         """Return a file's text with the wrong lines; raise TextError unless it has the right lines exactly once."""
@@ -50,39 +58,59 @@ class Trap:
         found = [start for start in range(len(lines) - len(right) + 1)
                  if textwrap.dedent("\n".join(lines[start:start + len(right)])) == self.right]
         if len(found) != 1:
-            raise TextError(f"pitfalls.md: {self.name}: {self.file} has its right lines {len(found)} times, not once: "
-                            f"{right[0]}")
+            raise TextError(f"mutations.txt: {self.name}: {self.file} has its right lines {len(found)} times, not "
+                            f"once: {right[0]}")
         here, inside = (len(line) - len(line.lstrip()) for line in (lines[found[0]], right[0]))
         indent = " " * (here - inside)
         lines[found[0]:found[0] + len(right)] = textwrap.indent(self.wrong, indent).splitlines()
         return "\n".join(lines) + "\n"
 
 
-def read_traps(path: Path) -> dict[str, Trap]:
-    """Return the pitfalls of a file by name; raise TextError if one does not have the required form."""
+def read_mutations(path: Path) -> dict[str, Mutation]:
+    """Return the mutations of a file by name; raise TextError if one does not have the required form."""
+    found: dict[str, Mutation] = {}
+    for part in re.split(r"\n\n+(?=[A-Z]\d)", path.read_text().rstrip())[1:]:
+        form = r"([A-Z]\d+(?:\.\d)?) (\S+)\n(none: .+|tests/.+)\n((?:-.*\n)+)((?:\+.*\n)+)"
+        match = re.fullmatch(form, part + "\n")
+        if not match or match[1] in found:
+            raise TextError(f"{path.name}: not of the required form: {part}")
+        right, wrong = ("\n".join(line[1:] for line in lines.splitlines()) for lines in (match[4], match[5]))
+        found[match[1]] = Mutation(match[1], match[2], match[3], right, wrong)
+    return found
+
+
+def read_traps(docs: Path, mutations: dict[str, Mutation]) -> dict[str, Trap]:
+    """Return the pitfalls of both pages by name; raise TextError if one does not have the required form."""
     traps: dict[str, Trap] = {}
-    for section in re.split(r"^(?=### )", path.read_text(), flags=re.M)[1:]:
-        heading, body = section.split("\n", 1)
-        match = TRAP.fullmatch(heading.removeprefix("### "))
-        if not match or match[1] in traps:
-            raise TextError(f"{path.name}: '{heading}' is not '### NAME title' with a new name")
-        body = re.split(r"^## ", body, flags=re.M)[0]
-        parts = re.split(r"^\*\*(\w+):\*\*\s*", body, flags=re.M)
-        names, values = parts[1::2], [value.strip() for value in parts[2::2]]
-        if parts[0].strip() or [name for name in FIELDS if name in names or name not in OPTIONAL] != names:
-            raise TextError(f"{path.name}: {match[1]} has the fields {names}, not {FIELDS}, "
-                            f"of which {OPTIONAL} may be left out")
-        fields = dict(zip(names, values, strict=True))
-        wrong = re.fullmatch(r"```python\n(.*?)\n```", fields["Wrong"], re.S)
-        right = re.fullmatch(r"`([\w./]+)`\n\n```python\n(.*?)\n```", fields["Right"], re.S)
-        test = re.fullmatch(r"\(pending\)|none: .+|`[\w./]+(::\w+)+(\[[^`]+\])?`", fields["Test"])
-        beside = re.fullmatch(r"`(.+)`", fields.get("Beside", "`-`"))
-        if not (wrong and right and test and beside):
-            raise TextError(f"{path.name}: {match[1]}: Wrong, Right, Beside or Test does not have the required form")
-        prose = fields["Symptom"], fields["Cause"]
-        traps[match[1]] = Trap(match[1], match[2], *prose, wrong[1], right[1], right[2],
-                               beside[1].removeprefix("-"), fields["Test"].strip("`"))
+    for path in (docs / name for name in PAGES):
+        for section in re.split(r"^(?=### )", path.read_text(), flags=re.M)[1:]:
+            heading, body = section.split("\n", 1)
+            match = TRAP.fullmatch(heading.removeprefix("### "))
+            if not match or match[1] in traps or match[1] not in mutations:
+                raise TextError(f"{path.name}: '{heading}' is not '### NAME title' with a new name of mutations.txt")
+            body = re.split(r"^## ", body, flags=re.M)[0]
+            parts = re.split(r"^\*\*(\w+):\*\*\s*", body, flags=re.M)
+            names, values = parts[1::2], [value.strip() for value in parts[2::2]]
+            if parts[0].strip() or [name for name in FIELDS if name in names or name not in OPTIONAL] != names:
+                raise TextError(f"{path.name}: {match[1]} has the fields {names}, not {FIELDS}, "
+                                f"of which {OPTIONAL} may be left out")
+            fields = dict(zip(names, values, strict=True))
+            wrong, right = (re.fullmatch(r"```python\n(.*?)\n```", fields[name], re.S) for name in ("Wrong", "Right"))
+            beside = re.fullmatch(r"`(.*)`", fields.get("Beside", "``"))
+            if not (wrong and right and beside):
+                raise TextError(f"{path.name}: {match[1]}: Wrong, Right or Beside does not have the required form")
+            prose = fields["Symptom"], fields["Cause"]
+            traps[match[1]] = Trap(match[1], match[2], *prose, wrong[1], right[1], beside[1])
     return traps
+
+
+def index(text: str) -> str:
+    """Return the index of a page of pitfalls: its sections, which are symptoms, with a link to each entry."""
+    lines = []
+    for level, heading in re.findall(r"^(##|###) (.+)$", text, re.M):
+        anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        lines.append(f"\n{heading}:\n" if level == "##" else f"- [{heading}](#{anchor})")
+    return "\n".join(lines) + "\n\n"
 
 
 def color(text: str, language: str = "python") -> list[str]:
