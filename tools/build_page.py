@@ -1,8 +1,7 @@
 """Build docs/index.html, the page that shows the scripts side by side, from the scripts and the texts.
 
-    python tools/build_page.py             # writes docs/index.html
-    python tools/build_page.py --check     # exit code 1 if docs/index.html is not up to date
-    python tools/build_page.py --picture   # also writes docs/figures/page.png, with Chromium and requirements-drill.txt
+    python tools/build_page.py            # writes docs/index.html, which git ignores; open it in a browser
+    python tools/build_page.py --index    # first writes the indexes of docs/pitfalls.md and docs/one-process.md
 
 The build fails if the texts name a line that no script contains.
 """
@@ -11,7 +10,6 @@ import dataclasses
 import html
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -96,16 +94,6 @@ def ideas_of(block: markers.Block, tags: set[str]) -> list[str]:
     return own
 
 
-def read_uses(path: Path) -> dict[str, tuple[str, str]]:
-    """Return {script: (when to use it, when not)} from the table of scripts in README.md."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    head = next(row for row in rows if "when not" in row)
-    linked = [(re.match(r"\[`(\S+)`\]", row[0]), row) for row in rows if len(row) == len(head)]
-    when, when_not = head.index("when"), head.index("when not")
-    return {match[1]: (row[when], row[when_not]) for match, row in linked if match}
-
-
 def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
     """Return [(id, heading, script lines to show it beside)] for the sections of how-it-works.md."""
     parts = []
@@ -120,30 +108,31 @@ def build(root: Path = ROOT) -> str:
     """Return the page."""
     docs = root / "docs"
     scripts = read_scripts(root)
-    traps = texts.read_traps(docs / "pitfalls.md")
+    mutations = texts.read_mutations(TOOLS / "mutations.txt")
+    traps = texts.read_traps(docs, mutations)
     parts = read_parts(docs / "how-it-works.md")
-    uses = read_uses(root / "README.md")
-    _check(root, scripts, traps, parts)
+    _check(root, scripts, mutations, traps, parts)
 
-    data, ideas, counts = _comparisons(scripts, traps, parts)
+    data, ideas, counts = _comparisons(scripts, mutations, traps, parts)
     fill = {
         "css": (TOOLS / "page.css").read_text(),
         "js": (TOOLS / "page.js").read_text(),
         "data": json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
-        "tree": _tree(scripts, counts, uses, None),
+        "tree": _tree(scripts, counts, None),
         "ideas": "".join(f'<button type="button" class="t t{data["tags"].index(idea) % 8}" data-idea="{idea}" '
                          f'aria-pressed="false">{idea}</button>' for idea in ideas),
         "options": "".join(f"<option>{name}</option>" for name in scripts),
         "contents": "".join(f'<li><a href="#{name}">{texts.inline(heading)}</a></li>'
                             for name, heading, _ in parts),
-        "how": _prose(docs / "how-it-works.md", docs),
-        "pitfalls": _prose(docs / "pitfalls.md", docs),
+        "how": _prose(docs / "how-it-works.md", docs, set(traps)),
+        "pitfalls": "\n".join(_prose(docs / name, docs, set(traps)) for name in texts.PAGES),
     }
     page = (TOOLS / "page.html").read_text()
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], page)
 
 
-def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> tuple[dict, list, dict]:
+def _comparisons(scripts: Scripts, mutations: dict[str, texts.Mutation], traps: dict[str, texts.Trap],
+                 parts: list) -> tuple[dict, list, dict]:
     """Return (the data for page.js, the ideas to choose from, {(left, right): changed lines})."""
     table: list[str] = []
     places: dict[str, int] = {}  # the scripts share most lines, so store each line once
@@ -157,7 +146,7 @@ def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) ->
     def notes_for(left_lines: list[str], right_lines: list[str]) -> tuple[list[str], list[str]]:
         lines = {_as_read(line) for line in [*left_lines, *right_lines]}
         beside_traps = [trap.name for trap in traps.values()
-                        if (trap.beside or trap.right.splitlines()[0].strip()) in lines]
+                        if (trap.beside or mutations[trap.name].right.splitlines()[0].strip()) in lines]
         return beside_traps, [name for name, _, beside in parts if lines & set(beside)]
 
     names, pairs, counts = list(scripts), {}, {}
@@ -180,7 +169,7 @@ def _comparisons(scripts: Scripts, traps: dict[str, texts.Trap], parts: list) ->
             "parts": {name: heading for name, heading, _ in parts}}, [tag for tag in tags if tag in used], counts
 
 
-def _tree(scripts: Scripts, counts: dict, uses: dict[str, tuple[str, str]], parent: str | None) -> str:
+def _tree(scripts: Scripts, counts: dict, parent: str | None) -> str:
     """Return the scripts that descend from `parent` as nested lists."""
     items = []
     for script in scripts.values():
@@ -195,20 +184,17 @@ def _tree(scripts: Scripts, counts: dict, uses: dict[str, tuple[str, str]], pare
             size += " <span>no parent</span>"
         title = f'<a class="script" href="{target}">{script.name}</a>'
         commands = [texts.command(line) for line in script.commands]
-        first, more, when = "".join(commands[:1]), "", ""
+        first, more = "".join(commands[:1]), ""
         if commands[1:]:
             more = (f"<details><summary>{len(commands) - 1} more ways to start it</summary>"
                     f"{''.join(commands[1:])}</details>")
-        if script.name in uses:
-            use, avoid = map(texts.inline, uses[script.name])
-            when = f"<dl><dt>When</dt><dd>{use}</dd><dt>When not</dt><dd>{avoid}</dd></dl>"
-        children = _tree(scripts, counts, uses, script.name)
+        children = _tree(scripts, counts, script.name)
         items.append(f'<li><article class="card"><h3>{title}</h3><p class="size">{size}</p>'
-                     f'<p>{html.escape(script.summary)}</p>{first}{more}{when}</article>{children}</li>')
+                     f'<p>{html.escape(script.summary)}</p>{first}{more}</article>{children}</li>')
     return f"<ul>{''.join(items)}</ul>" if items else ""
 
 
-def _prose(path: Path, docs: Path) -> str:
+def _prose(path: Path, docs: Path, traps: set[str]) -> str:
     """Return one of the texts as HTML, with its pictures inline and its links changed to the page's own anchors."""
     how = path.name == "how-it-works.md"
 
@@ -221,12 +207,14 @@ def _prose(path: Path, docs: Path) -> str:
         if target.startswith("http"):
             return target
         file = file or path.name
-        if file == "pitfalls.md" and anchor:
+        if file in texts.PAGES and anchor:
             return "#" + anchor.split("-")[0].upper()
         if file == "how-it-works.md" and anchor:
             return f"#how-{anchor}"
-        if file in ("pitfalls.md", "how-it-works.md"):
-            return "#" + path.stem
+        if file == "how-it-works.md":
+            return "#how-it-works"
+        if file in texts.PAGES:
+            return "#pitfalls"
         if not (docs / file).exists():
             raise texts.TextError(f"{path.name}: broken link: {target}")
         return target
@@ -236,10 +224,10 @@ def _prose(path: Path, docs: Path) -> str:
         drawing = re.sub(r"<\?xml.*?\?>\s*|<style>.*?</style>\s*", "", drawing, flags=re.S)
         return f'<figure role="img" tabindex="0" aria-label="{html.escape(description)}">{drawing}</figure>'
 
-    text = path.read_text()
+    text = texts.INDEX.sub("", path.read_text())  # the page has a list of its own
     rendered = texts.render(re.sub(r"\A# .+\n", "", text), identify, link, picture)
-    known = {"pitfalls", "how-it-works", *(name for name, *_ in read_parts(docs / "how-it-works.md")),
-             *texts.read_traps(docs / "pitfalls.md")}
+    known = {"pitfalls", "how-it-works", *traps,
+             *(name for name, *_ in read_parts(docs / "how-it-works.md"))}
     for anchor in re.findall(r'href="#([^"]+)"', rendered):
         if anchor not in known:
             raise texts.TextError(f"{path.name}: broken link: #{anchor}")
@@ -256,13 +244,18 @@ def _as_read(line: str) -> str:
     return f"# {match[2]}" if match and match[2] else line.strip()
 
 
-def _check(root: Path, scripts: Scripts, traps: dict[str, texts.Trap], parts: list) -> None:
+def _check(root: Path, scripts: Scripts, mutations: dict[str, texts.Mutation], traps: dict[str, texts.Trap],
+           parts: list) -> None:
     """Raise TextError if the texts name a file or a line that does not exist."""
     code = {_as_read(line) for script in scripts.values() for line in script.lines}
-    for trap in traps.values():
-        if not (root / trap.file).is_file():
-            raise texts.TextError(f"pitfalls.md: {trap.name}: there is no {trap.file}")
-        trap.put_back((root / trap.file).read_text())
+    for mutation in mutations.values():
+        if not (root / mutation.file).is_file():
+            raise texts.TextError(f"mutations.txt: {mutation.name}: there is no {mutation.file}")
+        mutation.put_back((root / mutation.file).read_text())
+    for name in texts.PAGES:
+        text = (root / "docs" / name).read_text()
+        if texts.INDEX.findall(text) != [texts.index(text)]:
+            raise texts.TextError(f"{name}: its index is not up to date: python tools/build_page.py --index writes it")
     named = [("pitfalls.md", trap.name, trap.beside) for trap in traps.values() if trap.beside]
     named += [("how-it-works.md", heading, line) for _, heading, beside in parts for line in beside]
     for file, what, line in named:
@@ -272,32 +265,15 @@ def _check(root: Path, scripts: Scripts, traps: dict[str, texts.Trap], parts: li
 
 def main() -> None:
     target = DOCS / "index.html"
+    for path in (DOCS / name for name in texts.PAGES if "--index" in sys.argv[1:]):
+        text = path.read_text()
+        path.write_text(texts.INDEX.sub(lambda _: texts.index(text), text))  # noqa: B023, because sub() calls it at once
     try:
         page = build()
     except (markers.BrokenRule, texts.TextError) as error:
         sys.exit(f"build_page.py: error: {error}")
-    if "--check" in sys.argv[1:]:
-        if not target.exists() or target.read_text() != page:
-            sys.exit("docs/index.html is not up to date: run python tools/build_page.py")
-        return
     target.write_text(page)
     print(f"{target.name}: {len(page.encode()):,} bytes")
-    if "--picture" in sys.argv[1:]:
-        _take_picture(target)
-
-
-def _take_picture(page: Path) -> None:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    for name in ("headless=new", "no-sandbox", "hide-scrollbars", "disable-background-networking"):
-        options.add_argument(f"--{name}")
-    with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as browser:
-        size = {"width": 1280, "height": 760, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        browser.get(f"{page.as_uri()}#train_DDP.py...train_grad_accum.py")
-        browser.execute_script("document.getElementById('change-4').scrollIntoView({block: 'center'})")
-        browser.save_screenshot(str(DOCS / "figures/page.png"))
 
 
 if __name__ == "__main__":

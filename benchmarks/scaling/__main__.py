@@ -12,7 +12,7 @@ import json
 from benchmarks.scaling import page
 from benchmarks.scaling.model import LINKS, PROCESSES, compute, efficiency
 from benchmarks.tables import RESULTS, fill, save, table
-from common import cli, errors
+from common import cli, endings
 
 
 def main() -> None:
@@ -29,9 +29,9 @@ def main() -> None:
         print(table(["GPUs", *PROCESSES], [[where, *(f"{efficiency(model, count, link):.0%}" for count in PROCESSES)]
                                            for where, link in LINKS.items()]))
         return
-    from benchmarks.scaling import meshes, placement  # here, because these imports are slow
+    from benchmarks import plots
+    from benchmarks.scaling import meshes, placement, ranks  # here, because these imports are slow
     from benchmarks.scaling.inputs import measure
-    from tools import plots, ranks
     path = RESULTS / "scaling.json"
     result = json.loads(path.read_text()) if args.render or args.simulate else {"inputs": measure()}
     if not args.render:
@@ -43,5 +43,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with errors.report_errors():
+    with endings.report_errors():
         main()

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import train_TP
 from benchmarks.scaling.meshes import CHECKED
+from benchmarks.scaling.ranks import WORLD, fake_rank
 from common import models, vit
-from tools.ranks import WORLD, fake_rank
 
 TENSOR, TOKENS = 8, 1024  # no width has this size
 ENDS = {"embedding": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel()}

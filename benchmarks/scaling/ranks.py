@@ -1,6 +1,6 @@
 """Run train_DDP.py's `main` as a few of 1,024 ranks, one after the other; check that they divide the work exactly.
 
-    python -m tools.ranks        # prints what each of these ranks read, sent and kept, as JSON
+    python -m benchmarks.scaling.ranks        # prints what each of these ranks read, sent and kept, as JSON
 
 `python -m benchmarks.scaling` writes the result into docs/scaling.md, and tests/drills/test_scaling.py checks it again.
 

@@ -1,4 +1,4 @@
-"""Draw the benchmark plots from the results files: `python -m tools.plots` draws all of them.
+"""Draw the benchmark plots from the results files: `python -m benchmarks.plots` draws all of them.
 
 `python -m benchmarks.compare` and `python -m benchmarks.scaling` also redraw their own plot.
 """

@@ -1,7 +1,7 @@
 """Kill processes with SIGKILL at random moments and during saves, and check that nothing saved is lost.
 
-    python tools/random_kills.py --kills 50                       # about 20 minutes; writes docs/random-kills.md
-    python tools/random_kills.py --kills 5 --scripts train_mp.py --report -
+    PYTHONPATH=.:tools python tests/random_kills.py --kills 50    # about 20 minutes; writes docs/random-kills.md
+    PYTHONPATH=.:tools python tests/random_kills.py --kills 5 --scripts train_mp.py --report -
 
 Each script first runs undisturbed. Then the tool kills a second run again and again, and restarts it with --resume auto
 until it completes. After every kill, all processes of the launch must end by themselves. last.pt must be complete, must
@@ -14,15 +14,13 @@ import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # this tool runs the scripts as the tests do
-from conftest import ROOT, command, load, same  # noqa: E402
-from conftest import SCRIPTS as ALL  # noqa: E402
-from live import Live  # noqa: E402
+from conftest import ROOT, command, load, same
+from conftest import SCRIPTS as ALL
+from live import Live
 
 EPOCHS = 6
 SCRIPTS = [script for script in ALL if script != "train_DCP.py"]  # it has no last.pt: tests/drills/test_layouts.py
@@ -152,7 +150,7 @@ def main() -> None:
                      f"{by_moment['in a save']} | {launchers} | {runs} | 0 | yes | {time.monotonic() - begin:.0f} |")
         print(lines[-1], flush=True)
     if args.report != "-":
-        command = f"python tools/random_kills.py --kills {args.kills} --seed {args.seed}"
+        command = f"PYTHONPATH=.:tools python tests/random_kills.py --kills {args.kills} --seed {args.seed}"
         columns = ["script", "kills", "at start-up", "at any moment", "in a save", "of them the launcher",
                    "runs completed", "saved epochs or snapshots lost", "final files bit-equal", "seconds"]
         head = (f"# kill -9, at random\n\nWritten by `{command}` on {time.strftime('%Y-%m-%d')}; it stops at the first"
