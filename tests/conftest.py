@@ -59,6 +59,15 @@ if importlib.metadata.version("torch").startswith("2.9."):  # its launches on on
     os.environ |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
 GLOO = re.compile(r"^.*(?:\[Gloo\] Rank|peer ranks).*\n(?:\d*\n)*", re.M)  # torch 2.9 prints such lines, intertwined
 
+# What a good run does not print on standard error
+NOISE = re.compile(r"Traceback \(most|^[\w.]+(Error|Exception|Interrupt)\b(:|$)|Exception (ignored|in thread)|\bleak|"
+                   r"Warning: |core dumped")
+EXPLAINED = {
+    r"(site|dist)-packages/\S+:\d+: \w+Warning: ": "a package warns of its own code: each version of it differs",
+    r"/lib/python3\.\d+/\S+:\d+: \w+Warning: ": "Python, of its own code: each version differs",
+    r"\[W\d+ .*\.cpp:\d+\] Warning: ": "torch's C++, such as that --find-unused-parameters has found none",
+}
+
 # A shell starts a background job with Ctrl-C ignored, and its children inherit that: tests send it
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -83,11 +92,12 @@ def precision(name, folder=None):
     return {} if name == "train_amp.py" else float64(folder) if folder else FLOAT64
 
 
-def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
+def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300, quiet=True):
     """Run a command to its end and return (exit code, standard output, standard error).
 
     With `terminal`, standard error is a pseudo-terminal, so that progress bars show. Fails if the command outlasts
-    `seconds`, or if a process that it started outlives it by 60 s.
+    `seconds`, or if a process that it started outlives it by 60 s. A good run must be `quiet`, except where a test
+    kills one of its processes.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_NUM_"))}
     command = [str(part) for part in command]
@@ -118,7 +128,16 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes outlived {' '.join(command)}"
-    return Finished(process.returncode, GLOO.sub("", out), "".join(shown) if terminal else err)
+    err = "".join(shown) if terminal else err
+    noise = unexplained(err) if quiet and not process.returncode else []
+    assert not noise, f"a good run of {' '.join(command)} says:\n{err[-3000:]}"
+    return Finished(process.returncode, GLOO.sub("", out), err)
+
+
+def unexplained(err):
+    """Return the lines of NOISE on standard error that no pattern of EXPLAINED allows."""
+    return [line for line in re.split(r"[\r\n]+", err)
+            if NOISE.search(line) and not any(re.search(known, line) for known in EXPLAINED)]
 
 
 def py_spy():
@@ -303,10 +322,10 @@ def scenes(tmp_path_factory):
     """Return a folder with a dataset of `lines`: 24 images to train, 7 to validate; every third one has no box."""
     from torchvision.io import write_png
 
-    from common import detection
+    from common.detection import data
 
     folder = tmp_path_factory.mktemp("scenes")
-    for name, dataset, count in zip(("train", "val"), detection.create_datasets("scenes", "", 96, 0), (24, 7)):
+    for name, dataset, count in zip(("train", "val"), data.create_datasets("scenes", "", 96, 0), (24, 7)):
         lines = []
         for index in range(count):
             image, labels = dataset[index]
@@ -328,14 +347,19 @@ def alone(monkeypatch):
         monkeypatch.setenv(name, "")  # so that what join_group() sets is taken back
         del os.environ[name]
     threads = torch.get_num_threads()
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     torch.set_num_threads(threads)
+    for number, handler in handlers.items():  # what the tests start would inherit that a stopped script ignores them
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items):
-    """Make drills of the tests in tests/drills, except the long ones."""
+    """Make drills of the tests in tests/drills, except the nightly and the long ones."""
     for item in items:
-        if ROOT / "tests/drills" in item.path.parents and not item.get_closest_marker("long"):
+        if ROOT / "tests/drills" in item.path.parents and not (
+                item.get_closest_marker("long") or item.get_closest_marker("nightly")):
             item.add_marker("drill")

@@ -17,9 +17,9 @@ from conftest import FROM_ROOT, LAUNCH, PROGRAMS, PYTHON, ROOT, TORCHRUN, good, 
 from live import Live, alive
 from PIL import Image, ImageOps
 
-from common import tars
 from common.datasets import mix
-from common.pairs import find_pairs
+from common.pairs import tars
+from common.pairs.pairs import find_pairs
 
 TRAIN, TEST = 23, 11  # pairs: no number of processes or batches divides them
 BATCH = 6  # of one, two and three processes
@@ -228,7 +228,7 @@ def test_batches_are_floats_from_minus_one_to_one(seen, script):
         assert all(len(epoch) == result.length for epoch in result.epochs)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_test_split_is_delivered_exactly_once(seen, script, processes):
     ranks = seen[script, processes]["test"]

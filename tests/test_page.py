@@ -1,4 +1,4 @@
-"""docs/index.html and its pictures are up to date, and the texts that it is built from have their form."""
+"""The page can be built, it loads nothing, and the texts that it is built from have their form."""
 import ast
 import re
 import subprocess
@@ -6,39 +6,20 @@ import sys
 from pathlib import Path
 
 import build_page
-import figures
 import markers
 import pytest
 import texts
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGE = DOCS / "index.html"
-SCRIPTS = [path.relative_to(ROOT).as_posix() for path in markers.scripts()]
-
-
-def test_the_page_is_fresh_and_small():
-    assert PAGE.read_text() == build_page.build(), "run python tools/build_page.py (Pygments:  requirements-dev.txt)"
-    assert PAGE.stat().st_size < 1_000_000
-
-
-def test_the_pictures_are_fresh():
-    drawn = {path.stem: path.read_text() for path in (DOCS / "figures").glob("*.svg")}
-    assert drawn == figures.drawings(), "run python tools/figures.py"
+MUTATIONS = texts.read_mutations(ROOT / "tools/mutations.txt")
 
 
 def test_the_page_loads_nothing():
-    html = PAGE.read_text()
+    html = build_page.build()
     loaded = re.findall(r"<(?:link|script|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?([^\"' >]*)", html)
     assert loaded == ["data:,"]
     assert not re.search(r"@import|url\(", html)
-
-
-def test_every_script_says_when_to_use_it():
-    uses = build_page.read_uses(ROOT / "README.md")
-    assert sorted(uses) == sorted(SCRIPTS)
-    page = PAGE.read_text()
-    assert all(f"<dd>{texts.inline(text)}</dd>" in page for pair in uses.values() for text in pair)
 
 
 def test_a_marker_names_the_ideas_that_meet():
@@ -68,16 +49,13 @@ def test_a_merging_script_names_each_idea_whose_lines_it_replaces(path):
                 assert not named.isdisjoint(build_page.ideas_of(block, tags)), lines[block.first - 1]
 
 
-def test_a_wrong_line_fits_where_the_right_one_stands():
-    for trap in texts.read_traps(DOCS / "pitfalls.md").values():
-        text = (ROOT / trap.file).read_text()
-        assert trap.put_back(text) != text
-        ast.parse(trap.put_back(text), trap.name)
-
-
-def test_the_tests_that_pitfalls_name_exist():
-    traps = texts.read_traps(DOCS / "pitfalls.md").values()
-    named = {trap.test for trap in traps if trap.test.startswith("tests/")}
+def test_a_mutation_leaves_code_and_names_a_test():
+    named = set()
+    for mutation in MUTATIONS.values():
+        text = (ROOT / mutation.file).read_text()
+        assert mutation.put_back(text) != text
+        ast.parse(mutation.put_back(text), mutation.name)
+        named |= {mutation.test} if mutation.test.startswith("tests/") else set()
     files = sorted({name.split("::")[0] for name in named})
     said = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", *files], cwd=ROOT,
                           capture_output=True, text=True)
@@ -85,23 +63,30 @@ def test_the_tests_that_pitfalls_name_exist():
     assert not named - found - {test.split("[")[0] for test in found}
 
 
+def test_each_pitfall_shows_code_and_has_a_mutation():
+    traps = texts.read_traps(DOCS, MUTATIONS)
+    assert {name.split(".")[0] for name in MUTATIONS} == set(traps)
+    for trap in traps.values():
+        for code in (trap.wrong, trap.right):
+            ast.parse(code, trap.name)
+
+
 @pytest.mark.parametrize("spoil", [
     lambda text: text.replace("**Symptom:**", "**Symptoms:**", 1),
     lambda text: text.replace("**Cause:**", "Cause:", 1),
     lambda text: text.replace("### S2 ", "### S1 ", 1),
-    lambda text: text.replace("**Test:** ", "**Test:** see ", 1),
+    lambda text: text.replace("**Right:**\n\n```python", "**Right:**\n\nsee ```python", 1),
 ])
 def test_a_pitfall_out_of_form_is_refused(tmp_path, spoil):
-    path = tmp_path / "pitfalls.md"
-    path.write_text(spoil((DOCS / "pitfalls.md").read_text()))
+    for name in texts.PAGES:
+        (tmp_path / name).write_text(spoil((DOCS / name).read_text()))
     with pytest.raises(texts.TextError):
-        texts.read_traps(path)
+        texts.read_traps(tmp_path, MUTATIONS)
 
 
 def test_a_right_line_that_no_file_has_is_refused():
-    trap = texts.read_traps(DOCS / "pitfalls.md")["D1"]
     with pytest.raises(texts.TextError, match="D1"):
-        trap.put_back("sampler.set_epochs(epoch)\n")
+        MUTATIONS["D1"].put_back("sampler.set_epochs(epoch)\n")
 
 
 @pytest.mark.drill

@@ -1,4 +1,4 @@
-"""README.md and docs/scripts.md: their excerpts, line counts and options are those of the scripts."""
+"""README.md and docs/scripts.md: they name every script, and their options are those of the scripts."""
 import re
 import runpy
 import shlex
@@ -16,13 +16,6 @@ def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
 
-def test_the_blocks_stand_in_the_scripts():
-    blocks = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", EXCERPTS, re.S)
-    assert len(blocks) >= 6 and (README + EXCERPTS).count("```python") == len(blocks)
-    for script, block in blocks:
-        assert block in (ROOT / script).read_text(), f"{script}:\n{block}"
-
-
 def test_the_results_are_those_that_are_committed():
     from benchmarks import tables
 
@@ -32,21 +25,11 @@ def test_the_results_are_those_that_are_committed():
         assert all("_DDP.py" in part or "fused" in part for part in parts), page
 
 
-def test_the_table_has_every_script_its_parent_and_its_number_of_lines():
-    rows = re.findall(r"^\| \[`(\S+)`\]\((\S+)\) \| (.+?) \| .*? \| (\d+) \|", README, re.M)
-    table = {script: (link, parents.replace("`", ""), int(lines)) for script, link, parents, lines in rows}
-    found = {}
-    for path in markers.scripts():
-        parents = ", ".join(map(name_of, markers.parents_of(path))) or "-"
-        found[name_of(path)] = name_of(path), parents, sum(block.changed for block in markers.compare(path))
-    assert table == found
-
-
-def test_every_script_has_a_section_and_a_place_in_the_decision_tree():
-    scripts = set(map(name_of, markers.scripts()))
-    assert set(re.findall(r"^## (\S+\.py)$", (ROOT / "docs/scripts.md").read_text(), re.M)) == scripts
-    assert set(re.findall(r">([\w/]+\.py)<", (ROOT / "docs/figures/which-script.svg").read_text())) == scripts
-    assert all(name in README.split("![Decision tree.")[1].split("]")[0] for name in scripts)
+def test_every_script_is_named_in_both_languages_and_has_a_section():
+    scripts = sorted(map(name_of, markers.scripts()))
+    for page in ("README.md", "README.zh-CN.md"):
+        assert sorted(re.findall(r"\[`(\S+\.py)`\]\(\1\)(?: \||: |：)", (ROOT / page).read_text())) == scripts, page
+    assert sorted(re.findall(r"^## (\S+\.py)$", EXCERPTS, re.M)) == scripts
 
 
 @pytest.mark.parametrize("path", [  # .ci/run installs DALI before the drills

@@ -166,7 +166,7 @@ def test_runs_at_the_same_time(tmp_path, photos):
 
 
 def test_nothing_is_lost_to_kills():
-    """One kill -9, at a moment that differs from day to day; tools/random_kills.py has more."""
+    """One kill -9, at a moment that differs from day to day; tests/random_kills.py has more."""
     import datetime
 
     import random_kills

@@ -40,7 +40,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", [
     pytest.param("TP on 2 x 2", marks=GRID), "FSDP on 3", "two replicas", "TP on 2", "interleaved",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("recomputed", "TP on 4", "PP on 1", "PP on 3"))])
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("recomputed", "TP on 4", "PP on 1", "PP on 3"))])
 def test_a_layout_trains_the_baselines_model(references, tmp_path, name):
     processes, script, *options = LAYOUTS[name]
     good(run(*TORCHRUN, f"--nproc-per-node={processes}", script, *options, *VIT, "--output-dir", tmp_path, env=FLOAT64))
@@ -62,7 +62,8 @@ def test_a_validation_set_smaller_than_the_processes_is_measured_exactly(photos,
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py", "train_PP.py", "train_DCP.py"])
+@pytest.mark.parametrize("script", ["train_FSDP.py", *(pytest.param(name, marks=pytest.mark.nightly) for name in (
+    "train_TP.py", "train_PP.py", "train_DCP.py"))])
 def test_a_killed_process_ends_the_launch(tmp_path, script):
     with Live(*command(script), "--epochs", "1000", "--workers", "0", "--output-dir", tmp_path) as live:
         live.wait_for("^epoch +1/")
@@ -72,7 +73,7 @@ def test_a_killed_process_ends_the_launch(tmp_path, script):
     assert "exitcode  : -9" in "\n".join(live.err)
 
 
-@pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py"])
+@pytest.mark.parametrize("script", ["train_FSDP.py", pytest.param("train_TP.py", marks=pytest.mark.nightly)])
 def test_a_process_that_fails_names_the_cause(photos, tmp_path, script):
     data = tmp_path / "data"
     for split in ("train", "val"):

@@ -10,7 +10,7 @@ from benchmarks.scaling.page import PAGE
 from benchmarks.tables import RESULTS
 from common.datasets import mix
 
-ranks = pytest.importorskip("tools.ranks", reason="no psutil: pip install -r requirements-bench.txt",
+ranks = pytest.importorskip("benchmarks.scaling.ranks", reason="no psutil: pip install -r requirements-bench.txt",
                             exc_type=ModuleNotFoundError)
 
 pytestmark = pytest.mark.long
@@ -20,7 +20,7 @@ RESULT = json.loads((RESULTS / "scaling.json").read_text())
 @pytest.fixture(scope="module")
 def world():
     """Let a fresh process be some of 1,024 ranks, and return what each of them read, sent and kept."""
-    return json.loads(good(run(PYTHON, "-m", "tools.ranks")).out)
+    return json.loads(good(run(PYTHON, "-m", "benchmarks.scaling.ranks")).out)
 
 
 def test_the_ranks_of_1024_read_what_one_process_reads(world):

@@ -30,7 +30,9 @@ def test_the_whole_default_run_trains_the_baselines_model(tmp_path):
     assert distance(tmp_path / "0/last.pt", tmp_path / "1/last.pt") < 1e-11
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in ("train.py", "train_DDP.py")])
+@pytest.mark.parametrize("script", [
+    name if name in ("train_combined.py", "train_FSDP.py", "train_DCP.py") else
+    pytest.param(name, marks=pytest.mark.nightly) for name in SCRIPTS if name not in ("train.py", "train_DDP.py")])
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script):
     folder, whole = runs(script)
     second = folder / ("step-0000028" if script == "train_DCP.py" else "epoch-002.pt")
@@ -49,8 +51,8 @@ def test_three_processes_are_deterministic_when_asked(tmp_path):
     assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "again/last.pt"))
 
 
-@pytest.mark.parametrize("script", [script if script in ("train_DP.py", "train_mp.py", "train_elastic.py") else
-                                    pytest.param(script, marks=pytest.mark.long) for script in SCRIPTS])
+@pytest.mark.parametrize("script", [script if script in ("train_mp.py", "train_elastic.py") else
+                                    pytest.param(script, marks=pytest.mark.nightly) for script in SCRIPTS])
 def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, script):
     """The checkpoint of the script before it in the list; one process (two under mp) finds the reported accuracy."""
     other = SCRIPTS[SCRIPTS.index(script) - 1]
@@ -90,7 +92,9 @@ def test_bf16_learns_and_saves_its_scaler(runs):
 RING = ["train.py", "train_PP.py", "train_TP.py", "train_DCP.py", "train_FSDP.py", "train_amp.py"]
 
 
-@pytest.mark.parametrize("writer", RING[:-1])
+@pytest.mark.parametrize("writer", [
+    name if name in ("train_PP.py", "train_DCP.py") else pytest.param(name, marks=pytest.mark.nightly)
+    for name in RING[:-1]])
 def test_a_file_crosses(runs, tmp_path, writer):
     """Each script goes on from the file of the one before it, weights and momentum, to the end of the whole run."""
     reader = RING[RING.index(writer) + 1] if writer != "train_FSDP.py" else "train.py"

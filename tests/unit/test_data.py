@@ -5,8 +5,10 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
 
-from common import datasets, launch, models, pairs
-from common.errors import ProcessError, UsageError, explain
+from common import datasets, launch, models
+from common.endings import explain
+from common.errors import ProcessError, UsageError
+from common.pairs import pairs
 
 
 def test_a_fifth_of_each_class_is_kept_for_validation():

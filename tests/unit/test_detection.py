@@ -11,10 +11,11 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset
 from torchvision.ops import box_iou
 
-from common import datasets, detection
+from common import datasets
+from common.detection import data, mean_ap
 from common.errors import ProcessError, UsageError
 
-SCENES, VAL_SCENES = detection.create_datasets("scenes", "", 96, 0)
+SCENES, VAL_SCENES = data.create_datasets("scenes", "", 96, 0)
 
 
 def batches(dataset, batch_size, workers):
@@ -35,14 +36,14 @@ def test_a_scene_follows_from_seed_epoch_and_index():
         assert equal(batches(SCENES, batch_size, workers), (first[0], first[1][:, 1:]))
     image, labels = SCENES[7]
     assert torch.equal(image, first[0][7]) and torch.equal(labels[:, 1:], first[1][first[1][:, 0] == 7, 1:])
-    others = [detection.create_datasets("scenes", "", 96, seed)[0] for seed in (0, 1)]
+    others = [data.create_datasets("scenes", "", 96, seed)[0] for seed in (0, 1)]
     others[0].set_epoch(1)
     for other in others:
         assert not any(map(torch.equal, other.__getitems__(range(20))[0], first[0]))
 
 
 def test_validation_has_the_same_scenes_of_other_digits_whatever_the_seed():
-    other = detection.create_datasets("scenes", "", 96, 1)[1]
+    other = data.create_datasets("scenes", "", 96, 1)[1]
     other.set_epoch(3)
     assert len(other) == 256 and equal(other.__getitems__(range(20)), VAL_SCENES.__getitems__(range(20)))
     seen = [{(digit.shape, digit.numpy().tobytes()) for _, digit in part.digits} for part in (SCENES, VAL_SCENES)]
@@ -54,7 +55,7 @@ def test_digits_are_18_to_64_pixels_high_and_overlap_by_a_quarter_at_most():
     boxes = labels[:, 2:]
     heights = boxes[:, 3] - boxes[:, 1]
     assert heights.min() == 18 and heights.max() == 64 and boxes.min() >= 0 and boxes.max() <= 96
-    assert detection.count_boxes(labels, 10).min() > 50
+    assert data.count_boxes(labels, 10).min() > 50
     assert labels[:, 0].int().bincount().unique().tolist() == [1, 2, 3, 4, 5, 6]
     largest = 0
     for place in range(300):
@@ -133,7 +134,7 @@ def write_set(folder, name, **changes):
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_each_kind_are_read(tmp_path, name):
-    train, val = detection.create_datasets(name, write_set(tmp_path, name), 96, 0)
+    train, val = data.create_datasets(name, write_set(tmp_path, name), 96, 0)
     val.image_size = 100  # the files' width, so that no number is rounded
     assert (len(train), len(val)) == (2, 2 if name == "coco" else 1)
     assert train.num_classes == 2 and train.classes == val.classes == ["cat", "dog"]
@@ -151,21 +152,21 @@ def test_files_of_each_kind_are_read(tmp_path, name):
 
 def test_classes_are_those_of_the_training_part_or_of_the_file(tmp_path):
     lines = write_set(tmp_path / "lines", "lines", **{"classes.txt": None})
-    assert detection.create_datasets("lines", lines, 96, 0)[0].classes == ["0", "1"]
+    assert data.create_datasets("lines", lines, 96, 0)[0].classes == ["0", "1"]
     voc = write_set(tmp_path / "voc", "voc", **{"classes.txt": "dog\nant\ncat\n"})
-    train, _ = detection.create_datasets("voc", voc, 96, 0)
+    train, _ = data.create_datasets("voc", voc, 96, 0)
     assert train.classes == ["dog", "ant", "cat"] and train.samples[0][1][:, 0].tolist() == [0, -3]
 
 
 def test_the_path_of_an_image_may_have_spaces_and_numbers(tmp_path):
     write_set(tmp_path, "lines", **{"train.txt": "at 1,2,3,4,0 10,5 b.png  1,2,3,4,0 5,6,7e1,8.5,1"})
     write_image(tmp_path / "at 1,2,3,4,0 10,5 b.png")
-    [(path, rows)] = detection.create_datasets("lines", tmp_path, 96, 0)[0].samples
+    [(path, rows)] = data.create_datasets("lines", tmp_path, 96, 0)[0].samples
     assert path.name == "at 1,2,3,4,0 10,5 b.png" and rows.tolist() == [[0, 1, 2, 3, 4], [1, 5, 6, 70, 8.5]]
 
 
 def test_scenes_do_not_depend_on_the_default_type():
-    scenes = detection.create_datasets("scenes", "", 64, 0)[0]
+    scenes = data.create_datasets("scenes", "", 64, 0)[0]
     expected = scenes.__getitems__(range(4))
     torch.set_default_dtype(torch.float64)
     try:
@@ -215,13 +216,13 @@ JSON, XML = "annotations/instances_train2017.json", "Annotations/a.xml"
 def test_a_mistake_in_a_file_is_named_in_one_line(tmp_path, name, changes, said):
     folder = write_set(tmp_path, name, **changes)
     with pytest.raises(UsageError, match=said) as raised:
-        detection.create_datasets(name, folder, 96, 0)
+        data.create_datasets(name, folder, 96, 0)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UsageError, match="--data-path .*/absent: no such folder"):
-        detection.create_datasets("voc", tmp_path / "absent", 96, 0)
+        data.create_datasets("voc", tmp_path / "absent", 96, 0)
 
 
 @pytest.mark.parametrize("size", [(100, 80), (40, 300), (96, 96), (7, 5)])
@@ -232,15 +233,15 @@ def test_the_pixels_of_a_box_stay_in_it(tmp_path, size):
     line = f"a.png {','.join(map(str, box))},0"
     for part in "train", "val":
         (tmp_path / f"{part}.txt").write_text(line)
-    _, val = detection.create_datasets("lines", tmp_path, 96, 0)
+    _, val = data.create_datasets("lines", tmp_path, 96, 0)
     images, labels = val.__getitems__([0])
     for size in 96, 160, 64:
-        resized, boxes = detection.resize(images, labels, size)
+        resized, boxes = data.resize(images, labels, size)
         assert resized.dtype == torch.uint8 and resized.shape == (1, 3, size, size)
         ys, xs = torch.where(resized[0, 0] > 129)  # brighter than the bars, and half as bright as the box
         edges = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1])
         assert (edges - boxes[0, 2:]).abs().max() <= 1
-    assert equal(detection.resize(images, labels, 96), (images, labels))
+    assert equal(data.resize(images, labels, 96), (images, labels))
 
 
 def test_an_augmented_image_follows_from_seed_epoch_and_index_and_its_pixels_stay_in_their_boxes(tmp_path):
@@ -249,7 +250,7 @@ def test_an_augmented_image_follows_from_seed_epoch_and_index_and_its_pixels_sta
     text = "".join(f"{n}.png{' 30,20,80,50,1' * (n > 0)}\n" for n in range(20))
     (tmp_path / "train.txt").write_text(text)
     (tmp_path / "val.txt").write_text(text)
-    train, _ = detection.create_datasets("lines", tmp_path, 64, 0)
+    train, _ = data.create_datasets("lines", tmp_path, 64, 0)
     first = train.__getitems__(range(20))
     for batch_size, workers in (20, 0), (3, 2):
         assert equal(batches(train, batch_size, workers), (first[0], first[1][:, 1:]))
@@ -268,8 +269,8 @@ def test_an_augmented_image_follows_from_seed_epoch_and_index_and_its_pixels_sta
 
 def test_anchors_fit_the_boxes_better_than_even_ones():
     part = Subset(SCENES, range(256))
-    found = detection.anchors(part)
-    assert found.shape == (9, 2) and torch.equal(found, detection.anchors(part))
+    found = data.anchors(part)
+    assert found.shape == (9, 2) and torch.equal(found, data.anchors(part))
     assert (found.prod(1).diff() > 0).all()
     labels = torch.cat([SCENES[index][1] for index in range(256)])
     sizes = F.pad(labels[:, 4:] - labels[:, 2:4], (2, 0))
@@ -289,16 +290,16 @@ class Labels(list):
 def test_anchors_of_boxes_of_nine_shapes_are_these_and_regions_to_ignore_have_none():
     shapes = [(2.0 ** n, 3.0 * 2 ** n) for n in range(9)]
     rows = [[[0, 2, 7, 7, 7 + width, 7 + height]] * 3 for width, height in shapes[::-1]]
-    assert detection.anchors(Labels([*rows, [], [[0, -1, 0, 0, 400, 400]]])).tolist() == [*map(list, shapes)]
+    assert data.anchors(Labels([*rows, [], [[0, -1, 0, 0, 400, 400]]])).tolist() == [*map(list, shapes)]
     with pytest.raises(UsageError, match="no boxes"):
-        detection.anchors(Labels([[], [[0, -1, 0, 0, 400, 400]]]))
-    assert torch.equal(detection.anchors(Labels([rows[0]])), torch.tensor([shapes[-1]] * 9))
+        data.anchors(Labels([[], [[0, -1, 0, 0, 400, 400]]]))
+    assert torch.equal(data.anchors(Labels([rows[0]])), torch.tensor([shapes[-1]] * 9))
 
 
 def test_the_sizes_of_multi_scale_training_are_those_of_the_paper():
     def sizes(side, seed):
         images = torch.zeros(1, 1, side, side, dtype=torch.uint8)
-        found = [detection.rescale(images, torch.zeros(0, 6), seed, epoch, step)[0].shape[-1]
+        found = [data.rescale(images, torch.zeros(0, 6), seed, epoch, step)[0].shape[-1]
                  for epoch in range(1, 9) for step in range(0, 160, 5)]
         assert found == [size for size in found[::2] for _ in range(2)]  # each for 10 steps
         return found
@@ -309,13 +310,13 @@ def test_the_sizes_of_multi_scale_training_are_those_of_the_paper():
 
 def test_a_size_without_whole_cells_is_named():
     with pytest.raises(UsageError, match="--image-size 100: not a multiple of 32"):
-        detection.create_datasets("scenes", "", 100, 0)
+        data.create_datasets("scenes", "", 100, 0)
 
 
 def test_regions_to_ignore_are_no_boxes():
     labels = torch.tensor([[0, 2.0], [0, -1], [1, 0], [1, 2], [1, -3]])
-    assert detection.count_boxes(F.pad(labels, (0, 4)), 4).tolist() == [1, 0, 2, 0]
-    assert detection.count_boxes(torch.zeros(0, 6), 2).tolist() == [0, 0]
+    assert data.count_boxes(F.pad(labels, (0, 4)), 4).tolist() == [1, 0, 2, 0]
+    assert data.count_boxes(torch.zeros(0, 6), 2).tolist() == [0, 0]
 
 
 def found(score, *box, place=0, label=0):
@@ -346,7 +347,7 @@ ALL = 2 ** 10 - 1  # right at all ten thresholds
 ], ids=["exact", "0.6", "twice", "elsewhere", "best first", "no boxes", "equal IoUs", "region", "in part",
         "other region", "box and region", "nothing found", "nothing"])
 def test_detections_match_true_boxes(true, detections, results):
-    rows = detection.match(torch.tensor(detections).reshape(-1, 7), torch.tensor(true).float().reshape(-1, 6))
+    rows = mean_ap.match(torch.tensor(detections).reshape(-1, 7), torch.tensor(true).float().reshape(-1, 6))
     assert rows.dtype == torch.float32 and rows.shape == (len(results), 3)
     assert rows[:, 2].tolist() == results
 
@@ -363,13 +364,13 @@ def test_detections_match_true_boxes(true, detections, results):
     ([], [2], 0), ([[0, 0.9, 0]], [0], 0), ([], [0, 0], 0),
 ])
 def test_average_precision_of_a_few_rows(rows, boxes, precision):
-    found = detection.average_precision(torch.tensor(rows).float().reshape(-1, 3), boxes)
+    found = mean_ap.average_precision(torch.tensor(rows).float().reshape(-1, 3), boxes)
     assert found == pytest.approx({"mAP50": precision, "mAP": precision}, abs=1e-12)
-    assert found == detection.average_precision(torch.tensor(rows[::-1]).reshape(-1, 3), torch.tensor(boxes).float())
+    assert found == mean_ap.average_precision(torch.tensor(rows[::-1]).reshape(-1, 3), torch.tensor(boxes).float())
 
 
 def test_thresholds_above_half_count_in_the_mean():
-    assert detection.average_precision(torch.tensor([[0, 0.5, 0b111]]), [1]) == pytest.approx({"mAP50": 1, "mAP": 0.3})
+    assert mean_ap.average_precision(torch.tensor([[0, 0.5, 0b111]]), [1]) == pytest.approx({"mAP50": 1, "mAP": 0.3})
 
 
 def random_set(seed, images=12, classes=4):
@@ -414,9 +415,9 @@ def test_the_average_precision_is_that_of_pycocotools():
             judge.evaluate()
             judge.accumulate()
             judge.summarize()
-        rows = detection.match(detections, labels)
+        rows = mean_ap.match(detections, labels)
         crowds += int((rows[:, 2] >= 2 ** 10).sum())
-        ours = detection.average_precision(rows, detection.count_boxes(labels, 4))
+        ours = mean_ap.average_precision(rows, data.count_boxes(labels, 4))
         assert ours == pytest.approx({"mAP50": judge.stats[1], "mAP": judge.stats[0]}, abs=1e-12)
         assert 0.1 < ours["mAP"] < ours["mAP50"] < 0.7
     assert crowds > 100
@@ -425,9 +426,9 @@ def test_the_average_precision_is_that_of_pycocotools():
 def test_neither_the_order_nor_the_shares_of_the_images_change_the_average_precision():
     labels, detections = random_set(0)
     detections[:, 5] = (detections[:, 5] * 4).round() / 4  # many equal scores
-    boxes = detection.count_boxes(labels, 4)
-    whole = detection.match(detections, labels)
-    expected = detection.average_precision(whole, boxes)
+    boxes = data.count_boxes(labels, 4)
+    whole = mean_ap.match(detections, labels)
+    expected = mean_ap.average_precision(whole, boxes)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         images = torch.randperm(12, generator=generator).chunk(1 + seed % 5)
@@ -435,15 +436,15 @@ def test_neither_the_order_nor_the_shares_of_the_images_change_the_average_preci
         for share in images:
             own = [part[torch.isin(part[:, 0], share)] for part in (detections, labels)]
             found, true = (part[torch.randperm(len(part), generator=generator)] for part in own)
-            parts.append(detection.match(found, true))
+            parts.append(mean_ap.match(found, true))
         rows = torch.cat(parts)
         assert torch.equal(rows[np.lexsort(rows.T.numpy())], whole[np.lexsort(whole.T.numpy())])
-        assert detection.average_precision(rows, boxes) == expected
+        assert mean_ap.average_precision(rows, boxes) == expected
 
 
 def test_pictures_show_the_boxes(tmp_path):
     images, labels = SCENES.__getitems__(range(16))
-    detection.save_preview(tmp_path / "new" / "preview.png", SCENES)
+    data.save_preview(tmp_path / "new" / "preview.png", SCENES)
     with Image.open(tmp_path / "new" / "preview.png") as picture:
         preview = torch.from_numpy(np.array(picture))
     assert preview.shape == (4 * 322 + 2, 4 * 322 + 2, 3)  # 16 tiles of 320 pixels, 2 between them
@@ -452,7 +453,7 @@ def test_pictures_show_the_boxes(tmp_path):
         assert images.dtype == torch.uint8 and images.shape == (16, 3, 96, 96)
         return torch.tensor([found(0.9, 30, 30, 60, 60, place=5, label=3), found(0.2, 9, 9, 60, 60, place=6)])
 
-    detection.save_detections(tmp_path / "detections.png", SCENES, find)
+    data.save_detections(tmp_path / "detections.png", SCENES, find)
     with Image.open(tmp_path / "detections.png") as picture:
         shown = torch.from_numpy(np.array(picture))
     lime, red = ((shown == torch.tensor(color)).all(2) for color in ((0, 255, 0), (255, 0, 0)))
@@ -477,12 +478,12 @@ class Labeled:
 
 
 def test_a_picture_names_a_region_to_ignore(tmp_path):
-    detection.save_preview(tmp_path / "a.png", Labeled(["cat", "dog"], -1))
-    detection.save_preview(tmp_path / "b.png", Labeled(["dog", "ignored cat"], 1))
+    data.save_preview(tmp_path / "a.png", Labeled(["cat", "dog"], -1))
+    data.save_preview(tmp_path / "b.png", Labeled(["dog", "ignored cat"], 1))
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ProcessError, match="file/preview.png: cannot be written"):
-        detection.save_preview(tmp_path / "file" / "preview.png", SCENES)
+        data.save_preview(tmp_path / "file" / "preview.png", SCENES)

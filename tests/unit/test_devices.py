@@ -1,5 +1,4 @@
 """Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
-import gc
 import os
 import platform
 import subprocess
@@ -77,13 +76,6 @@ def test_without_an_accelerator_there_is_one_cpu():
     assert devices.count_processes(None) == 2 and devices.device_ids(torch.device("cpu")) == []
 
 
-def test_no_collection_visits_what_is_imported():
-    gc.unfreeze()
-    devices.select_device("cpu")
-    assert gc.get_freeze_count() > 100_000  # those of torch
-    gc.unfreeze()
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the settings")
 def test_memory_that_a_step_frees_is_there_for_the_next():
     """Three blocks of 20 MB, 5,000 pages each.
@@ -95,7 +87,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next():
         import resource, sys, torch
         from common import devices
         if sys.argv[1] == "kept":
-            devices.select_device("cpu")
+            devices.keep_freed_memory(torch.device("cpu"))
         for step in range(20):  # the blocks find lasting places in about six steps
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             blocks = [torch.ones(20_000_000, dtype=torch.uint8) for _ in range(3)]
@@ -144,25 +136,26 @@ def test_copies_do_not_wait_only_from_pinned_memory(kind):
 def test_the_store_of_one_host_listens_on_one_address():
     import socket
 
-    from common import launch
+    from common import spawn
 
-    store = launch.serve_store("127.0.0.1", 0, nodes=1)
+    store, port = spawn.serve_store("127.0.0.1", 0, nodes=1)
+    assert port == store.port
     socket.create_connection(("127.0.0.1", store.port), 5).close()
     with pytest.raises(OSError):  # refused; macOS has no such address
         socket.create_connection(("127.0.0.2", store.port), 5)
     with pytest.raises(UsageError, match=f"--port {store.port} on --ip 127.0.0.1: .*in use"):
-        launch.serve_store("127.0.0.1", store.port, nodes=1)
+        spawn.serve_store("127.0.0.1", store.port, nodes=1)
     with pytest.raises(UsageError, match="--nnodes 2: .*--port"):
-        launch.serve_store("127.0.0.1", 0, nodes=2)
+        spawn.serve_store("127.0.0.1", 0, nodes=2)
 
 
 def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
     """The processes of one, on two devices, were started again, on one: the store still has what they said."""
     import threading
 
-    from common import launch, reduce
+    from common import reduce, spawn
 
-    store = launch.serve_store("127.0.0.1", 0, nodes=1)
+    store, _ = spawn.serve_store("127.0.0.1", 0, nodes=1)
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 

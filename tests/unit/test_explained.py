@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from conftest import FROM_ROOT, PROGRAMS, PYTHON, good, run
 
-from common import errors
+from common import endings, errors
 
 NCCL = ("NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.5\n"
         "{}\nLast error:\n{}")
@@ -36,7 +36,7 @@ def worker_error(kind, text):
      ["lost", "ncclRemoteError", "10.0.0.2<43>"]),  # the whole message: its first line says nothing
 ])
 def test_what_can_be_foreseen_is_said(error, parts):
-    said = errors.explain(error)
+    said = endings.explain(error)
     assert all(part in said for part in parts), said
 
 
@@ -53,7 +53,7 @@ def test_what_can_be_foreseen_is_said(error, parts):
     ValueError("not foreseen"),
 ])
 def test_what_is_not_foreseen_keeps_its_traceback(error):
-    assert errors.explain(error) is None
+    assert endings.explain(error) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -12,10 +12,10 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms.v2.functional import resize
 
-from common import pairs
 from common.datasets import FolderDataset, create_datasets
 from common.errors import ProcessError, UsageError
 from common.images import decode, decode_reduced, find_files
+from common.pairs import pairs
 
 Y, X = np.mgrid[0:90, 0:120]
 COLOR = Image.fromarray(np.stack([2 * X, 2.8 * Y, X + Y], -1).astype(np.uint8))

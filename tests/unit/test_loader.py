@@ -15,7 +15,8 @@ from torchvision.io import write_png
 from torchvision.transforms.v2.functional import resize
 
 import loader
-from common import errors, pairs
+from common import errors
+from common.pairs import pairs
 
 
 class Slow:
@@ -78,7 +79,7 @@ def test_what_a_resumed_pass_leaves_out_is_not_read(tmp_path):
     assert [images.shape for images, _ in pairs] == [(2, 3, 8, 8)]
     with pytest.raises(errors.ProcessError, match="missing.png"):
         list(pairs)
-    with pytest.raises(errors.UsageError, match="set_epoch: 3 pairs are no whole batches of 2"):
+    with pytest.raises(errors.UsageError, match="set_epoch: 3 pairs are not a multiple of 2"):
         pairs.set_epoch(3, skip=3)
 
 

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from common import models
+from common import models, pipeline
 from common.errors import UsageError
 
 
@@ -62,8 +62,8 @@ def test_stages_have_even_shares_of_the_parameters_and_each_layer_once(name):
         model = models.create_model(name, 10, (1, 28, 28))
     whole = sum(parameter.numel() for parameter in model.parameters())
     for count in range(1, 7):
-        parts = models.cut(model, count)
-        assert [id(layer) for part in parts for layer in part] == [id(layer) for layer in models.cut(model, 1)[0]]
+        parts = pipeline.cut(model, count)
+        assert [id(layer) for part in parts for layer in part] == [id(layer) for layer in pipeline.cut(model, 1)[0]]
         sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
         assert len(parts) == count and all(sizes) and sum(sizes) == whole
         if name == "vit_base" and 12 % count == 0:

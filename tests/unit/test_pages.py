@@ -1,18 +1,18 @@
-"""The pages on pitfalls, errors and hangs: their links lead somewhere, and what they show of the examples is true."""
+"""All pages: links lead somewhere, and excerpts, counts and messages are those of the scripts and the examples."""
 import ast
 import re
 import runpy
 import warnings
 from pathlib import Path
 
+import markers
 import pytest
-import texts
 import torch
 import torch.distributed as dist
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ["pitfalls.md", "errors.md", "hangs.md", "your-own-loop.md"]
-TEN = "D1 P12 D2 P13 D6 E4 D5 S8 E5 E8".split()
+ROOT = DOCS.parent
+PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *DOCS.glob("*.md"))]
 EXAMPLES = runpy.run_path(str(DOCS / "examples/errors.py"))
 ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").read_text().splitlines()
         if line.startswith("| ") and not line.startswith("| the terminal")]
@@ -28,22 +28,42 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page):
-    for file in re.findall(r"`(tests/[\w/]+\.py)`", (DOCS / page).read_text()):
-        assert (DOCS.parent / file).exists(), file
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", (DOCS / page).read_text()):
+    text = (ROOT / page).read_text()
+    for file in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert (ROOT / file).exists(), file
+    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
         file, _, anchor = target.partition("#")
-        assert (DOCS / (file or page)).exists(), target
-        assert not anchor or anchor in anchors(DOCS / (file or page)), target
+        linked = (ROOT / page).parent / file if file else ROOT / page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
 
 
-def test_the_pitfalls_are_ranked_and_a_wrong_line_is_code():
-    traps = texts.read_traps(DOCS / "pitfalls.md")
-    assert list(traps)[:10] == TEN and list(traps)[-4:] == ["S1", "S10", "S12", "E12"]
-    assert [name for name, trap in traps.items() if trap.wrong.startswith("#")] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_excerpt_stands_in_its_file(page):
+    """A page with excerpts names the file of each of its blocks of Python."""
+    text = (ROOT / page).read_text()
+    excerpts = re.findall(r"<!-- (\S+\.py) -->\n```python\n(.*?)```", text, re.S)
+    assert len(excerpts) in (0, text.count("```python"))
+    for file, lines in excerpts:
+        assert lines in (ROOT / file).read_text(), f"{file}:\n{lines}"
+
+
+def test_the_number_of_changed_lines_is_that_of_the_minimal_pair():
+    changed = sum(block.changed for block in markers.compare(ROOT / "minimal/train_DDP.py"))
+    for page, number in (("README.md", r"changes (\d+) lines"), ("README.zh-CN.md", r"只改 (\d+) 行"),
+                         ("docs/your-own-loop.md", r"(\d+) lines")):
+        assert set(re.findall(number, (ROOT / page).read_text())) == {str(changed)}, page
+
+
+def test_every_example_of_a_loop_is_in_the_page():
+    """errors.py, hang.py and see.py are for other pages."""
+    examples = {path.name for path in (DOCS / "examples").glob("*.py")} - {"errors.py", "hang.py", "see.py"}
+    shown = re.findall(r"`verify\.py` on \[`(\w+\.py)`\]\(examples/\1\)", (DOCS / "your-own-loop.md").read_text())
+    assert examples == set(shown)
 
 
 def test_the_index_has_every_example_and_a_source_for_every_other_error():
-    assert len(ROWS) >= 25 and all(len(row) == 3 for row in ROWS)
+    assert all(len(row) == 3 for row in ROWS)
     assert NAMED.keys() == {error.__name__ for error in EXAMPLES["ERRORS"]}
     assert all("](https://" in row[2] for row in ROWS if row[2].startswith("Source"))
 

@@ -1,6 +1,7 @@
 """The training scripts in this process, on a handful of digits: what a launch, whose runs are whole ones, hides."""
 import contextlib
 import importlib
+import json
 import os
 import re
 import sys
@@ -23,14 +24,16 @@ def script(alone, tmp_path, monkeypatch):
 
     The digits are 8 to train on and 4 to measure. A variant has its group, of one process, as after join_group().
     """
-    digits = datasets._digits()
-    monkeypatch.setattr(datasets, "_digits", lambda: [(images[:count], labels[:count]) for (images, labels), count in
+    digits = datasets.digits()
+    monkeypatch.setattr(datasets, "digits", lambda: [(images[:count], labels[:count]) for (images, labels), count in
                                                       zip(digits, (8, 4), strict=True)])
 
     def start(name, *arguments):
         small = ["--device", "cpu", "--batch-size", "4", "--epochs", "1", "--workers", "0", "--output-dir"]
         monkeypatch.setattr(sys, "argv", [name, *small, str(tmp_path), *map(str, arguments)])
         module = importlib.import_module(name)
+        if hasattr(module, "signals"):  # it would block them here and in all that the tests start after this
+            monkeypatch.setattr(module.signals, "note_signals", lambda *names: threading.Event())
         args = module.parse_args()
         if hasattr(module, "join_group"):
             module.join_group(args)
@@ -99,6 +102,45 @@ def test_best_is_the_first_of_the_highest_and_stays_when_accuracy_falls(script, 
     assert (content["epoch"], content["score"], content["best_score"]) == (4, 0.25, 0.5)
 
 
+def test_a_folder_knows_the_best_score_although_a_later_one_is_lower(script, tmp_path, monkeypatch):
+    module, args = script("train_DCP", "--epochs", "2")
+    accuracies = iter([0.5, 0.25])
+    monkeypatch.setattr(module, "evaluate", lambda *_: (1.0, {"accuracy": next(accuracies)}))
+    module.main(args)
+    pairs = json.loads((max(tmp_path.glob("step-*")) / "values.json").read_text())
+    values = {tuple(keys): value for keys, value in pairs}
+    assert (values["score",], values["best_score",]) == (0.25, 0.5)
+
+
+def test_the_average_is_measured_with_the_statistics_that_rank_0_sent(script, monkeypatch):
+    """One process has no others to hear from: other statistics come with the measurement of the model."""
+    monkeypatch.setattr(models, "create_model", lambda *_: torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.BatchNorm1d(28 * 28), torch.nn.Linear(28 * 28, 10)))
+    module, args = script("train_combined", "--precision", "fp32", "--accum-steps", "1", "--ema", "0.5")
+    measured = []
+
+    def evaluate(model, *_):
+        if not measured:
+            for buffer in model.buffers():
+                buffer.fill_(7)
+        measured.append([buffer.clone() for buffer in model.buffers()])
+        return 1.0, {"accuracy": 0.5}
+
+    monkeypatch.setattr(module, "evaluate", evaluate)
+    module.main(args)
+    assert len(measured) == 2 and len(measured[1]) == 3
+    assert all((buffer == 7).all() for buffer in measured[1])
+
+
+def test_the_rate_that_is_shown_is_that_of_the_last_update(script, tmp_path):
+    """Two of 100 steps of the warm-up are done."""
+    module, args = script("train_combined", "--precision", "fp32", "--warm-up", "100")
+    module.main(args)
+    log = EventAccumulator(str(tmp_path))
+    log.Reload()
+    assert [event.value for event in log.Scalars("learning_rate")] == pytest.approx([0.05 * 4 / 128 * 2 / 100])
+
+
 def test_the_optimizer_has_the_settings_of_the_command(script, tmp_path):
     module, args = script("train", "--lr", "0.2", "--momentum", "0.7", "--weight-decay", "0.3", "--lrf", "0.5")
     module.main(args)
@@ -132,7 +174,7 @@ def test_mp_tells_each_process_its_place(script, monkeypatch):
     monkeypatch.setattr(module, "join_group", lambda _: told.update(os.environ))
     monkeypatch.setattr(module, "main", lambda _: None)
     monkeypatch.setattr(module.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(module.errors, "report_errors", contextlib.nullcontext)
+    monkeypatch.setattr(module.endings, "report_errors", contextlib.nullcontext)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "")
     module.worker(2, args)
     wanted = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "head",
@@ -189,10 +231,9 @@ def test_data_parallel_trains_through_its_wrapper(script, monkeypatch):
     assert events(module, args, "DataParallel.forward") == 2
 
 
-def test_no_snapshot_is_written_of_weights_that_are_not_finite(script, tmp_path, monkeypatch):
+def test_no_snapshot_is_written_of_weights_that_are_not_finite(script, tmp_path):
     """The loss of the step before is finite still."""
     module, args = script("train_elastic", "--lr", "1e38", "--snapshot-every", "1")
-    monkeypatch.setattr(module.signals, "note_signals", lambda *names: threading.Event())
     with pytest.raises(errors.RunError, match="epoch 1, step 1: the norm of the weights is (inf|nan)"):
         module.main(args)
     assert not (tmp_path / "last.pt").exists()

@@ -12,8 +12,8 @@ def test_two_seeds_share_no_order(tmp_path, monkeypatch):
     """
     import train
 
-    large, small = datasets._digits()
-    monkeypatch.setattr(datasets, "_digits", lambda: [[part[:36] for part in large], [part[:4] for part in small]])
+    large, small = datasets.digits()
+    monkeypatch.setattr(datasets, "digits", lambda: [[part[:36] for part in large], [part[:4] for part in small]])
     read, orders = datasets.ArrayDataset.__getitems__, []
 
     def note(dataset, indices):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import loader_streaming
-from common import pairs, tars
 from common.errors import ProcessError, UsageError
+from common.pairs import pairs, tars
 
 PAIRS, PER_SHARD = 10, 4
 

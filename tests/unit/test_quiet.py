@@ -1,0 +1,29 @@
+"""Which lines fail a launch that ended well: see run() in conftest.py."""
+import sys
+
+import pytest
+from conftest import PYTHON, run, unexplained
+
+PACKAGE = "/usr/lib/python3/dist-packages/torch/nn/functional.py:71: UserWarning: an operator is slow here\n"
+
+
+@pytest.mark.parametrize("line", [
+    "nanobind: leaked 514 functions!", "Traceback (most recent call last):", "torch.AcceleratorError: out of memory",
+    "Exception ignored in: <function DataLoader.__del__>", "Exception in thread Thread-1 (_note):", "KeyboardInterrupt",
+    "/home/me/train.py:120: UserWarning: lr_scheduler.step() before optimizer.step()", "Aborted (core dumped)"])
+def test_noise_is_seen(line):
+    assert unexplained(f"{PACKAGE}epoch 1\r{line}\n") == [line]
+
+
+def test_what_has_a_reason_is_not_noise():
+    python = f"{sys.prefix}/lib/python3.14/multiprocessing/popen_fork.py:6: DeprecationWarning: use of fork()\n"
+    torch = "[rank0]:[W1125 06:44:57.619910708 reducer.cpp:1529] Warning: find_unused_parameters=True was specified\n"
+    log = "W1125 06:36:39.761000 7693 torch/distributed/run.py:982] Setting OMP_NUM_THREADS\n"
+    assert unexplained(PACKAGE + python + torch + log) == []
+
+
+def test_a_good_run_with_noise_fails():
+    with pytest.raises(AssertionError, match="a good run of .* says:\n *nanobind: leaked 3 types!"):
+        run(PYTHON, "-c", "import sys; print('nanobind: leaked 3 types!', file=sys.stderr)")
+    assert run(PYTHON, "-c", "import sys; print('epoch 1', file=sys.stderr)").err == "epoch 1\n"
+    assert run(PYTHON, "-c", "raise ValueError").code == 1
