@@ -43,10 +43,10 @@ def test_mixed_precision_trains_nearly_the_same_model(trained):
 
 
 def merged(child, folder):
-    """Merge train_yolov3_DDP.py with another child of train_DDP.py by README's command; return the new script."""
+    """Merge train_yolov3_DDP.py with another child of train_DDP.py as docs/scripts.md does; return the new script."""
     script = copy_out("train_yolov3_DDP.py", folder)
     pattern = r"^(git merge-file .*?) > (train_yolov3_\w+\.py)"
-    line, name = next(found.groups() for found in re.finditer(pattern, (ROOT / "README.md").read_text(), re.M))
+    line, name = next(found.groups() for found in re.finditer(pattern, (ROOT / "docs/scripts.md").read_text(), re.M))
     words = line.replace("train_mp.py", child).split()
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     path = script.with_name(name.replace("mp", child.removeprefix("train_").removesuffix(".py")))

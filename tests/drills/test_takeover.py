@@ -52,7 +52,8 @@ def ray_environment(tmp_path):
 def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, tmp_path):
     """The weights are those of torchrun; relative paths are the caller's, though each worker has its own folder."""
     driver = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--"]
-    said = good(run(*driver, *ARGUMENTS, "--output-dir", "ray", cwd=tmp_path, env=ray_environment)).out
+    command = [*driver, *ARGUMENTS, "--output-dir", "ray"]
+    said = good(run(*command, cwd=tmp_path, env=ray_environment, quiet=False)).out  # Ray reports what it tries again
     assert said.count("2 process(es) x 1 micro-batch x 32") == 1
     assert distance(reference, tmp_path / "ray/last.pt") < 1e-5
     assert len(list((tmp_path / "ray").glob("events*"))) == 1
