@@ -84,6 +84,12 @@ def test_a_pitfall_out_of_form_is_refused(tmp_path, spoil):
         texts.read_traps(tmp_path, MUTATIONS)
 
 
+def test_an_index_that_is_not_up_to_date_is_refused(monkeypatch):
+    monkeypatch.setattr(texts, "index", lambda text: "\n- [another entry](#s2)\n")
+    with pytest.raises(texts.TextError, match="pitfalls.md: its index is not up to date"):
+        build_page.build()
+
+
 def test_a_right_line_that_no_file_has_is_refused():
     with pytest.raises(texts.TextError, match="D1"):
         MUTATIONS["D1"].put_back("sampler.set_epochs(epoch)\n")
