@@ -16,6 +16,7 @@ SCRIPTS = sorted(ROOT.glob("minimal/*.py"))
 COMMANDS = {"train.py": [PYTHON, BASELINE], "on 2": [*TORCHRUN, "--nproc-per-node=2", DDP],
             "on 3": [*LAUNCH, "--nproc_per_node=3", DDP], "on 1": [PYTHON, DDP],
             "grad_accum": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("grad_accum"), "--accum-steps", "5"],
+            "amp": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("amp"), "--epochs", "2"],
             "FSDP": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("FSDP")],
             "resume": [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", CHILD.format("resume")]}
 FEW = ["train.py", "on 2", "FSDP", pytest.param("on 3", marks=pytest.mark.drill)]
@@ -60,6 +61,11 @@ def test_any_number_of_processes_trains_the_same_model(trained, name):
     (baseline, lines), (folder, same_lines) = trained("train.py"), trained(name)
     assert weights_differ(baseline / "best.pt", folder / "best.pt") < 1e-11
     assert same_lines == lines  # one process prints; losses, learning rates and the last epoch are the same
+
+
+def test_mixed_precision_trains_on_two_processes(trained):
+    """In float64, which autocast leaves as it is: only the loss is float32."""
+    assert trained("amp")[1] == trained("train.py")[1][:2]
 
 
 def test_the_run_lowers_the_learning_rate_and_stops_early(trained):
