@@ -1,7 +1,7 @@
 """verify.py on programs that do not know this repository: no false alarm, and the right cause of a typical bug.
 
-Each program in tests/programs/foreign trains the same model on one process and on two. Each bug replaces lines of the
-program that runs on two processes, as people write them by mistake.
+Each program in tests/programs/foreign, and each example of docs/your-own-loop.md, trains the same model on one process
+and on two. Each bug replaces lines of the program that runs on two processes, as people write them by mistake.
 """
 import importlib.util
 import json
@@ -9,30 +9,32 @@ import shutil
 import sys
 
 import pytest
-from conftest import PROGRAMS
+from conftest import PROGRAMS, ROOT
 
 import verify
 
 pytestmark = pytest.mark.long
-FOREIGN = PROGRAMS / "foreign"
+FOREIGN, EXAMPLES = PROGRAMS / "foreign", ROOT / "docs/examples"
+PAGE = " ".join((ROOT / "docs/your-own-loop.md").read_text().split())
 EXTRAS = {"fabric_mlp": "lightning_fabric", "accelerate_classifier": "accelerate"}
 
-# How to start a program on one process and on two
+# How to start a program on one process and on two; {} is its path
 TWO = "torchrun --nproc-per-node=2 {}"
 COMMANDS = {
     "trainer": ("python {}", TWO),
-    "regression": ("python {}", "torchrun --nproc-per-node=2 {}_ddp"),
+    "regression": ("python {}", TWO),
     "fabric_mlp": ("python {} --devices 1", "python {} --devices 2"),
     "accelerate_classifier": ("python {}", TWO),
-    "gan": ("python {}", TWO),
     "accumulation": ("python {} --accum-steps 4", TWO + " --accum-steps 2"),
     "language_model": ("python {}", TWO),
     "cnn": ("python {}", TWO),
-    "spawned": ("python {} --nprocs 1", "python {} --nprocs 2"),
-    "plateau": ("python {}", TWO),
     "evaluated": ("python {}", TWO),
-    "float32": ("python {}", TWO),
-    "mixed": ("python {}", TWO),
+    "mixed": ("python {} --nprocs 1", "python {} --nprocs 2"),
+    "schedule": ("python {}", TWO),
+    "tokens": ("python {}", TWO),
+    "weighted_auc": ("python {}", TWO),
+    "stream": ("python {}", TWO),
+    "two_optimizers": ("python {}", TWO),
 }
 
 # The cause that verify.py must name, the program, and the lines that people write instead of the right ones
@@ -45,15 +47,13 @@ BUGS = {
     "a batch for each process": ("batch-size", "trainer", [("batch_size // WORLD_SIZE", "batch_size")]),
 
     "other weights on each rank": ("start", "regression", [
-        ("torch.manual_seed(0)", "torch.manual_seed(dist.get_rank())"), ("    share_weights(model)\n", "")]),
-    "gradients summed": ("scale", "regression", [("        parameter.grad /= dist.get_world_size()\n", "")]),
+        ("torch.manual_seed(0)", "torch.manual_seed(rank)"), ("share_weights(model)\n    x", "pass\n    x")]),
+    "gradients summed": ("scale", "regression", [("        parameter.grad /= world_size\n", "")]),
 
     "the model before setup": ("not-averaged", "fabric_mlp", [("model(x)", "mlp(x)")]),
 
     "backward without the accelerator": ("scale", "accelerate_classifier", [
         ("accelerator.backward(loss)", "loss.backward()")]),
-
-    "one of two networks without DDP": ("not-averaged", "gan", [("    netD = DistributedDataParallel(netD)\n", "")]),
 
     "micro-batches summed": ("scale", "accumulation", [("            loss = loss / args.accum_steps\n", "")]),
     "no_sync for all micro-batches": ("not-averaged", "accumulation", [("if ddp and not last else", "if ddp else")]),
@@ -69,19 +69,26 @@ BUGS = {
     "BatchNorm of each process": ("batchnorm", "cnn", []),
     "no weight decay": ("unknown", "cnn", [(", weight_decay=1e-4", "")]),
 
-    "no seed": ("start", "spawned", [("    torch.manual_seed(0)\n", "")]),
-
-    "the plateau on rank 0": ("rank-lr", "plateau", [
-        ("        scheduler.step(val_loss)\n", "        if rank == 0:\n            scheduler.step(val_loss)\n")]),
-    "early stopping on rank 0": ("rank-stops", "plateau", [("if stopper.", "if rank == 0 and stopper.")]),
-
     "no train() after an evaluation": ("evaluation", "evaluated", [("            model.train()\n", "")]),
     "dropout drawn on each rank": ("random", "evaluated", []),
 
-    "no set_epoch in float32": ("set-epoch", "float32", [("        sampler.set_epoch(epoch)\n", "")]),
+    "no seed": ("start", "mixed", [("    torch.manual_seed(100)\n", "")]),
     "clipped while scaled": ("clip", "mixed", [("            scaler.unscale_(optimizer)\n", "")]),
-    "clipped at another norm": ("clip", "mixed", [("max_norm=1.0", "max_norm=1.0 / world")]),
+    "clipped at another norm": ("clip", "mixed", [("max_norm=1.0", "max_norm=1.0 / world_size")]),
+
+    "early stopping on rank 0": ("rank-stops", "schedule", [("        if stop:", "        if rank == 0 and stop:")]),
 }
+# The same of the examples: the page names the wrong line and the cause, which must be right
+SHOWN = {
+    "schedule": ("rank-lr", "plateau.step(val_loss)", "if rank == 0: plateau.step(val_loss)"),
+    "tokens": ("uneven-mean", "dist.all_reduce(count)", "count = count * world_size"),
+    "weighted_auc": ("samples", "generator.manual_seed(1000 * SEED + epoch)",
+                     "generator.manual_seed(1000 * SEED + epoch + rank)"),
+    "stream": ("samples", "yield from batch[self.rank::self.world_size]",
+               "yield from batch[:BATCH_SIZE // self.world_size]"),
+    "two_optimizers": ("not-averaged", "fake = parallel_generator(noise)", "fake = generator(noise)"),
+}
+BUGS |= {f"the one of {name}.py": (cause, name, [(right, wrong)]) for name, (cause, right, wrong) in SHOWN.items()}
 OPTIONS = {"micro-batches summed": " --max-norm 100", "BatchNorm of each process": " --norm batch",
            "dropout drawn on each rank": " --dropout 0.2"}
 
@@ -95,22 +102,20 @@ def need(program):
         pytest.importorskip(EXTRAS[program], reason=f"no {EXTRAS[program]}: pip install -r requirements-bench.txt")
 
 
-def start(command, folder, program, options=""):
-    return command.replace("{}_ddp", f"{folder / program}_ddp.py").replace("{}", f"{folder / program}.py") + options
+def source(program):
+    return (EXAMPLES if program in SHOWN else FOREIGN) / f"{program}.py"
 
 
 def put_in(bug, folder):
     """Copy the program of a bug into a folder, with the wrong lines; return the commands to compare."""
     _, program, replacements = BUGS[bug]
-    one, two = COMMANDS[program]
-    name = f"{program}_ddp.py" if "_ddp" in two else f"{program}.py"
-    text = (FOREIGN / name).read_text()
+    one, two = (command + OPTIONS.get(bug, "") for command in COMMANDS[program])
+    text = source(program).read_text()
     for right, wrong in replacements:
-        assert text.count(right) == 1, f"{name} must contain once: {right}"
+        assert text.count(right) == 1, f"{program}.py must contain once: {right}"
         text = text.replace(right, wrong)
-    (folder / name).write_text(text)
-    options = OPTIONS.get(bug, "")
-    return start(one, FOREIGN, program, options), start(two, folder, program, options)
+    (folder / f"{program}.py").write_text(text)
+    return one.format(source(program)), two.format(folder / f"{program}.py")
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +132,12 @@ def ask(tmp_path_factory):
         repeated = turn["commands"].count((command, str(options)))
         turn["commands"].append((command, str(options)))
         key = command, str(options), repeated
-        if str(FOREIGN) not in command:
+        if str(ROOT) not in command:
             return record(command, folder, *more, **options)
         if key not in recorded:
             kept = tmp_path_factory.mktemp("recorded") / "run"
             recorded[key] = record(command, kept, *more, **options), kept
-        shutil.copytree(recorded[key][1], folder)
+        shutil.copytree(recorded[key][1], folder, dirs_exist_ok=True)
         return recorded[key][0]
 
     def ask(*commands):
@@ -163,9 +168,16 @@ def answer(ask, tmp_path_factory):
 @pytest.mark.parametrize("program", COMMANDS)
 def test_a_correct_program_raises_no_alarm(ask, program):
     need(program)
-    code, report = ask(*(start(command, FOREIGN, program) for command in COMMANDS[program]))
+    code, report = ask(*(command.format(source(program)) for command in COMMANDS[program]))
     assert (code, report["verdict"], report["cause"]) == (0, "same", None), report
     assert report["ranks"] == [1, 2] and min(report["steps"]) >= 16
+
+
+def test_the_minimal_pair_raises_no_alarm(ask, tmp_path):
+    options = f"--device cpu --output {tmp_path / 'best.pt'}"
+    one, two = (f"{ROOT}/minimal/{name}.py {options}" for name in ("train", "train_DDP"))
+    code, report = ask(f"python {one}", TWO.format(two))
+    assert (code, report["verdict"]) == (0, "same"), report
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -173,6 +185,14 @@ def test_a_bug_is_found(answer, bug):
     need(BUGS[bug][1])
     code, report = answer(bug)
     assert (code, report["verdict"]) == (1, "different"), report
+
+
+@pytest.mark.parametrize("program", SHOWN)
+def test_the_page_names_the_cause_of_the_mistake_that_an_example_avoids(answer, program):
+    cause, _, wrong = SHOWN[program]
+    said = PAGE.split(f"on [`{program}.py`]")[1].split("## ")[0]
+    assert f"`{wrong}`" in said and f"`{cause}`" in said
+    assert answer(f"the one of {program}.py")[1]["cause"] == cause
 
 
 def test_nine_causes_of_ten_are_right(answer):

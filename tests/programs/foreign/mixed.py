@@ -1,16 +1,24 @@
-"""Mixed precision: autocast to bfloat16, a GradScaler, clipping and OneCycleLR.
+"""Mixed precision: autocast to bfloat16, a GradScaler, clipping and OneCycleLR; mp.spawn starts the processes.
 
-    python mixed.py
-    torchrun --nproc-per-node=2 mixed.py
+    python mixed.py --nprocs 2
 """
+import argparse
 import os
+import socket
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH, EPOCHS, CLASSES = 64, 3, 5
+
+
+def setup(rank, world_size, port):
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
 
 
 def blobs(n):
@@ -25,12 +33,13 @@ def build():
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
-def fit(rank, world):
+def worker(rank, world_size, port):
+    setup(rank, world_size, port)
     net = build()
-    model = nn.parallel.DistributedDataParallel(net) if world > 1 else net
+    model = nn.parallel.DistributedDataParallel(net)
     dataset = blobs(512)
-    sampler = DistributedSampler(dataset, world, rank)
-    loader = DataLoader(dataset, BATCH // world, sampler=sampler)
+    sampler = DistributedSampler(dataset, world_size, rank)
+    loader = DataLoader(dataset, BATCH // world_size, sampler=sampler)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=EPOCHS, steps_per_epoch=len(loader))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -49,12 +58,13 @@ def fit(rank, world):
             scheduler.step()
         if rank == 0:
             print(f"{epoch=} loss={loss.item():.4f} lr={scheduler.get_last_lr()[0]:.4f}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("gloo")
-        fit(dist.get_rank(), dist.get_world_size())
-        dist.destroy_process_group()
-    else:
-        fit(0, 1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nprocs", type=int, default=2)
+    args = parser.parse_args()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free_port = server.getsockname()[1]
+    mp.spawn(worker, args=(args.nprocs, free_port), nprocs=args.nprocs)

@@ -1,13 +1,15 @@
-"""Fit a sine curve with a Trainer class.
+"""Forecast waves with a Trainer class and a recurrent network, on NumPy arrays, with explicit float32 everywhere.
 
     python trainer.py
     torchrun --nproc-per-node=2 trainer.py
 """
 import os
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -15,17 +17,33 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 GLOBAL_RANK = int(os.environ.get("RANK", 0))
 
 
-class SineDataset(Dataset):
+class Waves(Dataset):
+    """Ten points of a wave; the target is the eleventh."""
+
     def __init__(self, size):
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.rand(size, 1, generator=generator) * 6 - 3
-        self.y = torch.sin(self.x) + 0.1 * torch.randn(size, 1, generator=generator)
+        rng = np.random.RandomState(0)
+        start, speed = rng.rand(2, size, 1) * [[[6.0]], [[1.0]]]
+        wave = np.sin(start + speed * np.arange(11)) + 0.05 * rng.randn(size, 11)
+        self.data = wave.astype(np.float32)
 
     def __len__(self):
-        return len(self.x)
+        return len(self.data)
 
     def __getitem__(self, index):
-        return self.x[index], self.y[index]
+        source, target = self.data[index, :10, None], self.data[index, 10:]
+        return torch.from_numpy(source).float(), torch.tensor(target, dtype=torch.float32)
+
+
+class Forecaster(nn.Module):
+    def __init__(self, hidden_size=16):
+        super().__init__()
+        self.rnn = nn.GRU(1, hidden_size, batch_first=True)
+        self.out = nn.Linear(hidden_size, 1)
+
+    def forward(self, x):
+        h0 = torch.zeros(1, len(x), self.rnn.hidden_size, dtype=torch.float32)
+        states, _ = self.rnn(x, h0)
+        return self.out(states[:, -1])
 
 
 class Trainer:
@@ -61,9 +79,9 @@ def main(total_epochs=3, batch_size=32):
     if WORLD_SIZE > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = Trainer(model, prepare_dataloader(SineDataset(256), batch_size), optimizer)
+    model = Forecaster().to(dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    trainer = Trainer(model, prepare_dataloader(Waves(256), batch_size), optimizer)
     trainer.train(total_epochs)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
