@@ -317,6 +317,16 @@ def photos(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def broken_photo(photos, tmp_path):
+    """Return (folder, file): a split copy of the photos, and the one that is cut, which is sure to be trained on."""
+    for split in ("train", "val"):
+        shutil.copytree(photos, tmp_path / "data" / split)
+    broken = tmp_path / "data/train/ash/03.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    return tmp_path / "data", broken
+
+
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory):
     """Return a folder with a dataset of `lines`: 24 images to train, 7 to validate; every third one has no box."""

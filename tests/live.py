@@ -1,4 +1,5 @@
 """A launch that a test watches and disturbs while it runs."""
+import contextlib
 import os
 import re
 import signal
@@ -66,14 +67,21 @@ class Live:
         """Return the command's process and all that descend from it."""
         return descendants(self.process.pid) if self.process.poll() is None else []
 
+    def ranks(self):
+        """Return {rank: process} of those that a launcher has started."""
+        found = {}
+        for pid in self.family():
+            with contextlib.suppress(OSError):  # it has ended
+                if match := re.search(r"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_text()):
+                    found.setdefault(int(match[1]), pid)  # the workers of its loader inherit the variable
+        return found
+
     def with_torch(self):
         """Return how many of the family's processes have begun to import torch."""
         count = 0
         for pid in self.family():
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 count += "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-            except OSError:  # it has ended
-                pass
         return count
 
     def interrupt(self):
@@ -101,10 +109,8 @@ class Live:
 
     def __exit__(self, *_):
         for pid in {*self.family(), *self.processes()}:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 

@@ -10,10 +10,12 @@ must be bit-identical to those of the undisturbed run, including the optimizer s
 """
 import argparse
 import collections
+import contextlib
 import os
 import random
 import re
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -46,16 +48,15 @@ def position(path: Path) -> tuple[int, int]:
     return content["epoch"], content.get("step", 0)
 
 
-def wait_for_save(live: Live, folder: Path, skip: int) -> bool:
-    """Skip `skip` saves and return True during the next one; return False if the run ends first."""
+def wait_for_save(live: Live, folder: Path, skip: int) -> None:
+    """Skip `skip` saves and return during the next one, or when the run has ended."""
     before: set[str] = set()
     while live.process.poll() is None:
         now = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")}
         skip -= len(now - before)
         if skip < 0:
-            return True
+            return
         before = now
-    return False
 
 
 def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[str, str] | None:
@@ -64,17 +65,13 @@ def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[s
     before = position(folder / "last.pt")
     with Live(*arguments) as live:
         plan = chance.choice(["start-up", "any moment", "any moment", "in a save", "in a save"])
-        if plan == "start-up":
-            end = time.monotonic() + chance.uniform(0.5, 6)
-            while time.monotonic() < end and live.process.poll() is None:
-                time.sleep(0.01)
-        elif plan == "any moment":
-            live.wait_for("^cpu: batch|^epoch|Traceback")
-            end = time.monotonic() + chance.uniform(0, 4)
-            while time.monotonic() < end and live.process.poll() is None:
-                time.sleep(0.001)
-        else:
+        if plan == "in a save":
             wait_for_save(live, folder, chance.randrange(4))
+        else:
+            if plan == "any moment":
+                live.wait_for("^cpu: batch|^epoch|Traceback")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                live.process.wait(chance.uniform(0.5, 6) if plan == "start-up" else chance.uniform(0, 4))
         family = live.family()
         if live.process.poll() is not None or not family:
             check(live.end(30) == 0, f"the run failed by itself, exit code {live.process.returncode}", live)
@@ -142,9 +139,7 @@ def main() -> None:
         share = args.kills // len(args.scripts) + (number < args.kills % len(args.scripts))
         begin = time.monotonic()
         done, runs = disturb(script, share, args.seed)
-        by_moment: collections.Counter[str] = collections.Counter()
-        for (_, moment), count in done.items():
-            by_moment[moment] += count
+        by_moment = collections.Counter(moment for _, moment in done.elements())
         launchers = sum(count for (who, _), count in done.items() if who == "the launcher")
         lines.append(f"| `{script}` | {done.total()} | {by_moment['start-up']} | {by_moment['any moment']} | "
                      f"{by_moment['in a save']} | {launchers} | {runs} | 0 | yes | {time.monotonic() - begin:.0f} |")

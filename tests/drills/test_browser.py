@@ -1,22 +1,15 @@
 """The page that shows the scripts side by side, in a real browser."""
 import itertools
 import shutil
-import time
 
 import build_page
-import markers
 import pytest
 from conftest import ROOT
 
 PAGE = ROOT / "docs/index.html"
-
-
-def name_of(path):
-    return path.relative_to(ROOT).as_posix()
-
-
-SCRIPTS = [name_of(path) for path in markers.scripts()]
-FAMILIES = [(name_of(parent), name_of(path)) for path in markers.scripts() for parent in markers.parents_of(path)]
+SCRIPTS = build_page.read_scripts()
+FAMILIES = [(parent, script.name) for script in SCRIPTS.values() for parent in script.parents]
+SHOWN, CONTRAST = ((ROOT / f"tests/programs/{name}.js").read_text() for name in ("shown", "contrast"))
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +22,7 @@ def browser():
     PAGE.write_text(build_page.build())
     options = webdriver.ChromeOptions()
     options.binary_location = program
-    for name in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync",
-                 "hide-scrollbars", "disable-background-networking", "disable-component-update"):
+    for name in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", "disable-background-networking"):
         options.add_argument(f"--{name}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
@@ -60,31 +52,21 @@ def page(browser):
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 
 
-def script(browser, code, *arguments):
-    return browser.execute_script("return " + code, *arguments)
-
-
 def becomes(wanted, get):
     """Wait until `get()` is what is wanted: some of what a browser does takes a moment."""
-    end = time.monotonic() + 10
-    while get() != wanted and time.monotonic() < end:
-        time.sleep(0.02)
-    assert get() == wanted
-    return True
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(None, 10, 0.02).until(lambda _: get() == wanted, f"not {wanted}")
 
 
 def press(browser, *keys):
     from selenium.webdriver import ActionChains
 
-    for key in keys:
-        ActionChains(browser).send_keys(key).perform()
+    ActionChains(browser).send_keys(*keys).perform()
 
 
 def address(browser):
     return browser.current_url.partition("#")[2]
-
-
-SHOWN = (ROOT / "tests/programs/shown.js").read_text()
 
 
 def shown(browser, pairs, unified=False):
@@ -96,37 +78,32 @@ def shown(browser, pairs, unified=False):
     return dict(zip(map(tuple, pairs), found, strict=True))
 
 
-def test_every_pair_shows_both_scripts_whole(page):
+def test_every_pair_shows_both_scripts_whole_and_the_numbers_of_the_markers(page):
     """Each script beside its parents and beside the next one, both ways: all pairs take minutes."""
     browser = page()
     near = {*FAMILIES, *itertools.pairwise(SCRIPTS)}
     pairs = sorted(near | {pair[::-1] for pair in near})
-    lines = {name: list(enumerate((ROOT / name).read_text().splitlines(), 1)) for name in SCRIPTS}
+    lines = {name: list(enumerate(script.lines, 1)) for name, script in SCRIPTS.items()}
     for (left, right), found in shown(browser, pairs).items():
         assert [(number, text) for number, text, *_ in found["rows"] if text is not None] == lines[left]
         assert [(number, text) for _, _, number, text, _ in found["rows"] if text is not None] == lines[right]
+        if SCRIPTS[right].parents == [left]:
+            assert found["count"] == sum(block.changed for block in SCRIPTS[right].blocks)
+            assert found["blocks"] == [block.reason for block in SCRIPTS[right].blocks]
     for (_, right), found in shown(browser, pairs, unified=True).items():
         assert [(number, text) for _, _, number, text, _ in found["rows"] if text is not None] == lines[right]
 
 
-def test_the_numbers_are_those_of_the_markers(page):
-    own = {(name_of(markers.parents_of(path)[0]), name_of(path)): markers.compare(path)
-           for path in markers.scripts() if len(markers.parents_of(path)) == 1}
-    for pair, found in shown(page(), list(own)).items():
-        assert found["count"] == sum(block.changed for block in own[pair])
-        assert found["blocks"] == [block.reason for block in own[pair]]
-
-
 def test_keys_step_through_the_changes(page):
     browser = page("#train.py...train_DDP.py")
-    reasons = [block.reason for block in markers.compare(ROOT / "train_DDP.py")]
+    reasons = [block.reason for block in SCRIPTS["train_DDP.py"].blocks]
     changes, live = len(reasons), browser.find_element("id", "live")
     assert browser.find_element("id", "position").text == f"{changes} changes"
     for number in range(1, changes + 1):
         press(browser, "j")
         assert browser.find_element("id", "position").text == f"change {number} of {changes}"
         assert reasons[number - 1] in live.get_attribute("textContent")
-        assert 0 <= script(browser, "document.activeElement.getBoundingClientRect().top") < 800
+        assert 0 <= browser.execute_script("return document.activeElement.getBoundingClientRect().top") < 800
     press(browser, "k", "u")
     assert address(browser) == f"train.py...train_DDP.py:{changes - 1}"
     assert browser.find_elements("css selector", "#diff table.unified")
@@ -138,13 +115,13 @@ def test_the_address_keeps_the_choice(page):
     browser = page("#train_DDP.py...train_amp.py:2")
     assert browser.find_element("id", "position").text.startswith("change 2 of")
     Select(browser.find_element("id", "right")).select_by_visible_text("train_mp.py")
-    assert becomes("train_DDP.py...train_mp.py", lambda: address(browser))
+    becomes("train_DDP.py...train_mp.py", lambda: address(browser))
     browser.find_element("id", "swap").click()
-    assert becomes("train_mp.py...train_DDP.py", lambda: address(browser))
+    becomes("train_mp.py...train_DDP.py", lambda: address(browser))
     browser.back()
-    assert becomes("train_mp.py", lambda: browser.find_element("id", "right").get_attribute("value"))
+    becomes("train_mp.py", lambda: browser.find_element("id", "right").get_attribute("value"))
     page("#train_none.py...train.py")
-    assert becomes("minimal/train_DDP.py", lambda: browser.find_element("id", "right").get_attribute("value"))
+    becomes("minimal/train_DDP.py", lambda: browser.find_element("id", "right").get_attribute("value"))
 
 
 def test_a_pitfall_stands_beside_its_lines(page):
@@ -152,7 +129,7 @@ def test_a_pitfall_stands_beside_its_lines(page):
     block = note.find_element("xpath", "ancestor::tbody")
     assert "range(rank, len(val_set), world_size)" in block.get_attribute("textContent")
     note.find_element("tag name", "summary").click()
-    assert becomes(True, lambda: "Symptom" in note.text)
+    becomes(True, lambda: "Symptom" in note.text)
 
 
 def test_copying_takes_the_whole_script(page):
@@ -160,7 +137,7 @@ def test_copying_takes_the_whole_script(page):
     browser.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
     read = "const done = arguments[0]; navigator.clipboard.readText().then(done, done)"
     browser.find_element("id", "copy-right").click()
-    assert becomes((ROOT / "train_amp.py").read_text(), lambda: browser.execute_async_script(read))
+    becomes((ROOT / "train_amp.py").read_text(), lambda: browser.execute_async_script(read))
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -168,22 +145,22 @@ def test_everything_can_be_read(page, dark):
     browser = page("#train.py...train_DDP.py", dark=dark)
     press(browser, "j", "f")
     browser.execute_script("for (const part of document.querySelectorAll('details')) part.open = true")
-    assert browser.execute_script((ROOT / "tests/programs/contrast.js").read_text()) == {}
+    assert browser.execute_script(CONTRAST) == {}
 
 
 def test_a_small_screen_is_enough(page):
     browser = page("#train_DDP.py...train_grad_accum.py", width=390)
     assert browser.find_elements("css selector", "#diff table.unified")
     browser.find_element("id", "unfold").click()
-    assert script(browser, "document.documentElement.scrollWidth") <= 390
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
 def test_chosen_ideas_show_where_they_meet(page):
     browser = page("#ideas=amp+grad_accum")
-    lines = (ROOT / "train_combined.py").read_text().splitlines()
-    both = [lines[block.first - 1].strip() for block in markers.find_blocks(ROOT / "train_combined.py")
+    combined = SCRIPTS["train_combined.py"]
+    both = [combined.lines[block.first - 1].strip() for block in combined.marked
             if block.reason.startswith("amp + grad_accum:")]
-    meeting = script(browser, "[...document.querySelectorAll('#diff .meeting')].map(block => block.innerText)")
+    meeting = [block.text for block in browser.find_elements("css selector", "#diff .meeting")]
     assert len(both) >= 2 and all(any(line in text for text in meeting) for line in both)
     browser.find_element("css selector", "[data-idea=amp]").click()
-    assert becomes("ideas=grad_accum", lambda: address(browser))
+    becomes("ideas=grad_accum", lambda: address(browser))

@@ -37,20 +37,6 @@ def start(host, nodes, *command, **settings):
                 env=ONE_EACH | settings)
 
 
-def workers(live, script):
-    """Return the pids of the training processes of a launch on one host."""
-    found = []
-    for pid in live.family():
-        try:
-            command = open(f"/proc/{pid}/cmdline").read().split("\0")
-            environment = open(f"/proc/{pid}/environ").read()
-        except OSError:
-            continue
-        if script in command and "torch.distributed.run" not in command and "LOCAL_RANK=" in environment:
-            found.append(pid)
-    return found
-
-
 def test_two_hosts_train_what_two_processes_train(both, reference, tmp_path):
     command = ["train_DDP.py", *ARGUMENTS, "--resume", reference.with_name("epoch-012.pt"), "--output-dir", tmp_path]
     with start(both[0], 2, *command) as first, start(both[1], 2, *command) as second:
@@ -64,7 +50,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(both, reference, 
     command = [2, "train_elastic.py", *ARGUMENTS, "--resume", "auto", "--snapshot-every", "5", "--output-dir", tmp_path]
     with start(both[0], *command, MAX_RESTARTS="3") as first, start(both[1], *command, MAX_RESTARTS="3") as second:
         first.wait_for("^epoch +3/")
-        os.kill(workers(second, "train_elastic.py")[0], signal.SIGKILL)
+        os.kill(second.ranks()[1], signal.SIGKILL)
         first.wait_for("^resume ")
         assert first.end(180) == 0 and second.end(60) == 0, first.said() + second.said()
     assert same(load(reference), load(tmp_path / "last.pt"))
@@ -104,8 +90,8 @@ def test_a_cut_link_ends_both_hosts_in_time(both, tmp_path):
         for live in (first, second):
             assert len(ours(live.err)) == 1
         end = time.monotonic() + 60
-        while (left := workers(first, "train_DDP.py") + workers(second, "train_DDP.py")) and time.monotonic() < end:
+        while (left := [first.ranks(), second.ranks()]) != [{}, {}] and time.monotonic() < end:
             time.sleep(0.1)
-        assert not left
+        assert left == [{}, {}]
     kept = load(tmp_path / "last.pt")
     assert kept["epoch"] >= 2

@@ -1,7 +1,6 @@
 """Sharded models on other numbers of processes: the same weights, files that cross, failures that end."""
 import os
 import random
-import shutil
 import signal
 import time
 
@@ -67,19 +66,14 @@ def test_a_validation_set_smaller_than_the_processes_is_measured_exactly(photos,
 def test_a_killed_process_ends_the_launch(tmp_path, script):
     with Live(*command(script), "--epochs", "1000", "--workers", "0", "--output-dir", tmp_path) as live:
         live.wait_for("^epoch +1/")
-        victim = next(pid for pid in live.family() if b"\0RANK=1\0" in open(f"/proc/{pid}/environ", "rb").read())
-        os.kill(victim, signal.SIGKILL)
+        os.kill(live.ranks()[1], signal.SIGKILL)
         assert live.end(120) == 1
     assert "exitcode  : -9" in "\n".join(live.err)
 
 
 @pytest.mark.parametrize("script", ["train_FSDP.py", pytest.param("train_TP.py", marks=pytest.mark.nightly)])
-def test_a_process_that_fails_names_the_cause(photos, tmp_path, script):
-    data = tmp_path / "data"
-    for split in ("train", "val"):
-        shutil.copytree(photos, data / split)
-    broken = data / "train/ash/03.jpg"
-    broken.write_bytes(broken.read_bytes()[:100])
+def test_a_process_that_fails_names_the_cause(broken_photo, tmp_path, script):
+    data, broken = broken_photo
     with Live(*command(script), "--dataset", "folder", "--data-path", data, "--batch-size", "4", "--workers", "1",
               "--output-dir", tmp_path / "out") as live:
         assert live.end(120) == 1
