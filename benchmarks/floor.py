@@ -33,7 +33,7 @@ def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
         if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
             print(f"without {name}: it is not installed (requirements-bench.txt)")
             continue
-        loop, *extra = LOOPS[name] if args.dataset != "scenes" else ["bare_yolov3"]
+        loop, *extra = LOOPS[name]
         yield name, measure.launch(args.processes, f"benchmarks.loops.{loop}", *task, *extra)
     for name in args.scripts:  # --timeout: collectives must survive the pauses
         yield name, measure.launch_script(args.processes, name, *task, "--timeout", "86400", "--output-dir",

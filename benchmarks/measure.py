@@ -4,6 +4,7 @@ The speed of a shared machine changes by tens of percent within minutes, so a co
 after the other. Instead, the programs take turns of a second or two, under the same load.
 """
 import contextlib
+import json
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -63,6 +65,22 @@ def launch(processes: int, target: str, *arguments: str) -> list[str]:
             port = server.getsockname()[1]
         words = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}", *words]
     return [sys.executable, *words]
+
+
+def show(value: Any) -> None:
+    """Print a value, from rank 0, for `launch_and_read`."""
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"shown": value}), flush=True)
+
+
+def launch_and_read(processes: int, module: str, *arguments: Any) -> tuple[Any, list[dict[str, float]]]:
+    """Launch a module, each process with one thread; return what it showed, and its epochs."""
+    done = subprocess.run(launch(processes, module, *map(str, arguments)), cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    shown = [line for line in done.stdout.splitlines() if line.startswith('{"shown"')]
+    if done.returncode or not shown:
+        sys.exit(f"{arguments[:2]} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(shown[0])["shown"], list(read_epochs(done.stdout.splitlines()))
 
 
 def launch_script(processes: int, script: str, *arguments: str) -> list[str]:

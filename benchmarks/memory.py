@@ -10,10 +10,7 @@ counted. `python -m benchmarks.compare --show` writes the table into docs/speed.
 """
 import gc
 import itertools
-import json
-import os
 import runpy
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterable
@@ -28,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from benchmarks import measure
-from benchmarks.tables import ROOT, memory_table, path_of, save
+from benchmarks.tables import memory_table, path_of, save
 from common import cli, endings
 
 SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
@@ -105,25 +102,13 @@ def watch(script: str, *arguments: str) -> None:
         mine = {"held": divide(storages.sizes(), parts), "peak": divide(storages.peak, parts)}
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
-        if dist.get_rank() == 0:
-            print(json.dumps({"ranks": every}))
+        measure.show(every)
         dist.destroy_process_group()
         sys.exit()
 
     register_optimizer_step_pre_hook(note)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
-
-
-def one_launch(script: str, processes: int, args) -> list[dict]:
-    """Launch a script on `processes` processes; return what each rank held, and its peak."""
-    command = measure.launch(processes, "benchmarks.memory", "watch", script, *measure.task_of(args, 1),
-                             "--workers", "0", "--output-dir", f"runs/memory/{script}")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"ranks"')]
-    if done.returncode or not lines:
-        sys.exit(f"{script} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(lines[0])["ranks"]
 
 
 def main() -> None:
@@ -136,7 +121,9 @@ def main() -> None:
     runs = []
     turns = [(script, processes) for processes in args.processes for script in args.scripts]
     for script, processes in tqdm(turns, "launches", disable=None):
-        runs.append({"script": script, "processes": processes, "ranks": one_launch(script, processes, args)})
+        ranks, _ = measure.launch_and_read(processes, "benchmarks.memory", "watch", script, *measure.task_of(args, 1),
+                                           "--workers", "0", "--output-dir", f"runs/memory/{script}")
+        runs.append({"script": script, "processes": processes, "ranks": ranks})
         content = {"machine": where, "arguments": vars(args), "runs": runs}
         save(path_of("memory", where, args.dataset, args.model), content)
     print(memory_table(content))

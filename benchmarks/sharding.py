@@ -8,11 +8,9 @@ while it runs neither a forward nor a backward pass; a checkpoint's wait is the 
 `python -m benchmarks.compare --show` writes the tables into docs/speed.md.
 """
 import contextlib
-import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -52,10 +50,8 @@ def watch(place: Any, name: str, note: Callable[[str, tuple, float], None]) -> N
     setattr(place, name, watched)
 
 
-def show(value: Any) -> None:
-    """Print a value, from rank 0, for `launch`."""
-    if os.environ["RANK"] == "0":
-        print(json.dumps({"shown": value}), flush=True)
+def launch(*arguments: Any) -> tuple[Any, list[dict[str, float]]]:
+    return measure.launch_and_read(PROCESSES, "benchmarks.sharding", *arguments)
 
 
 def steps_of(script: str) -> None:
@@ -65,7 +61,7 @@ def steps_of(script: str) -> None:
     def note(*_) -> None:
         ends.append(time.perf_counter())
         if len(ends) == STEPS:
-            show([end - start for start, end in zip(ends[1:], ends[2:])])
+            measure.show([end - start for start, end in zip(ends[1:], ends[2:])])
             dist.destroy_process_group()
             sys.exit()
 
@@ -85,7 +81,7 @@ def waits_of(script: str) -> None:
         watch(place, name, note)
     with contextlib.suppress(SystemExit):  # train_elastic.py returns an exit code
         runpy.run_path(script, run_name="__main__")
-    show(calls)
+    measure.show(calls)
 
 
 def bubbles_of(rounds: int, model: str) -> None:
@@ -113,18 +109,8 @@ def bubbles_of(rounds: int, model: str) -> None:
         idle = torch.tensor(1 - sum(busy) / (time.perf_counter() - start))
         dist.all_reduce(idle)
         shares[number].append(idle.item() / world_size)
-    show({number: each[1:] for number, each in shares.items()})  # without the first round, which allocates
+    measure.show({number: each[1:] for number, each in shares.items()})  # without the first round, which allocates
     dist.destroy_process_group()
-
-
-def launch(*arguments: Any) -> tuple[Any, list[dict[str, float]]]:
-    """Launch this module with these arguments; return what it showed, and its epochs."""
-    command = measure.launch(PROCESSES, "benchmarks.sharding", *map(str, arguments))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    shown = [line for line in done.stdout.splitlines() if line.startswith('{"shown"')]
-    if done.returncode or not shown:
-        sys.exit(f"{arguments[:2]} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(shown[0])["shown"], list(measure.read_epochs(done.stdout.splitlines()))
 
 
 def waits(script: str, args) -> dict[str, Any]:
