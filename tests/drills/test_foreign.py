@@ -26,8 +26,6 @@ COMMANDS = {
     "fabric_mlp": ("python {} --devices 1", "python {} --devices 2"),
     "accelerate_classifier": ("python {}", TWO),
     "accumulation": ("python {} --accum-steps 4", TWO + " --accum-steps 2"),
-    "language_model": ("python {}", TWO),
-    "cnn": ("python {}", TWO),
     "evaluated": ("python {}", TWO),
     "mixed": ("python {} --nprocs 1", "python {} --nprocs 2"),
     "schedule": ("python {}", TWO),
@@ -60,15 +58,9 @@ BUGS = {
     "clipped in each micro-batch": ("clip", "accumulation", [
         ("        if last:\n            nn.utils.clip", "        nn.utils.clip"),
         ("            optimizer.step()\n", "        if last:\n            optimizer.step()\n")]),
+    "no weight decay": ("unknown", "accumulation", [("betas=(0.9, 0.95)", "betas=(0.9, 0.95), weight_decay=0")]),
 
-    "mean over each rank's tokens": ("uneven-mean", "language_model", [
-        ('reduction="sum"', 'reduction="mean"'), ("loss_sum / tokens * world_size", "loss_sum")]),
-    "the schedule on rank 0": ("rank-lr", "language_model", [
-        ("            scheduler.step()\n", "            if rank == 0:\n                scheduler.step()\n")]),
-
-    "BatchNorm of each process": ("batchnorm", "cnn", []),
-    "no weight decay": ("unknown", "cnn", [(", weight_decay=1e-4", "")]),
-
+    "BatchNorm of each process": ("batchnorm", "evaluated", []),
     "no train() after an evaluation": ("evaluation", "evaluated", [("            model.train()\n", "")]),
     "dropout drawn on each rank": ("random", "evaluated", []),
 
@@ -89,7 +81,7 @@ SHOWN = {
     "two_optimizers": ("not-averaged", "fake = parallel_generator(noise)", "fake = generator(noise)"),
 }
 BUGS |= {f"the one of {name}.py": (cause, name, [(right, wrong)]) for name, (cause, right, wrong) in SHOWN.items()}
-OPTIONS = {"micro-batches summed": " --max-norm 100", "BatchNorm of each process": " --norm batch",
+OPTIONS = {"micro-batches summed": " --max-norm 100", "BatchNorm of each process": " --batch-norm",
            "dropout drawn on each rank": " --dropout 0.2"}
 
 

@@ -1,4 +1,4 @@
-"""A classifier that is evaluated every few steps and returns probabilities in evaluation mode.
+"""A small transformer that is evaluated every few steps and returns probabilities in evaluation mode.
 
     python evaluated.py
     torchrun --nproc-per-node=2 evaluated.py --dropout 0.2
@@ -14,13 +14,19 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, rand
 
 
 class Classifier(nn.Module):
-    def __init__(self, p):
+    """Reads twelve numbers as six tokens of two, each of which sees those before it."""
+
+    def __init__(self, p, batch_norm):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(12, 48), nn.Linear(48, 4)
-        self.dropout = nn.Dropout(p)
+        self.embedding = nn.Linear(2, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, p, batch_first=True, norm_first=True)
+        self.norm = nn.BatchNorm1d(16) if batch_norm else nn.LayerNorm(16)
+        self.head = nn.Linear(16, 4)
 
     def forward(self, x):
-        x = self.fc2(self.dropout(F.relu(self.fc1(x))))
+        future = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        x = self.layer(self.embedding(x.view(-1, 6, 2)), future)[:, -1]
+        x = self.head(self.norm(x))
         return x if self.training else x.softmax(dim=1)
 
 
@@ -43,7 +49,7 @@ def run(cfg):
     train_loader = DataLoader(train_set, batch_size=cfg.batch // world, sampler=sampler)
     val_loader = DataLoader(val_set, batch_size=96)
 
-    model = Classifier(cfg.dropout)
+    model = Classifier(cfg.dropout, cfg.batch_norm)
     wrapped = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     step = 0
@@ -64,6 +70,7 @@ def run(cfg):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch-norm", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--eval-every", type=int, default=5)
