@@ -2,10 +2,12 @@
 
     PYTHONPATH=. torchrun --nproc-per-node=2 tests/programs/driver.py FOLDER
 
-FOLDER/jobs.json lists the loaders and what is done with each.
+FOLDER/jobs.json lists the loaders and what is done with each. Two processes are as on two hosts, each the first of its
+own: shares that went by LOCAL_RANK would be the same.
 """
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -47,6 +49,8 @@ def broken_off(loader):
 
 
 if __name__ == "__main__":
+    if os.environ.get("WORLD_SIZE") == "2":
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for number, job in enumerate(json.loads(Path(folder, "jobs.json").read_text())):
         sys.argv[1:] = job["arguments"]
         module = importlib.import_module(job["script"])

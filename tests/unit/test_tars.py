@@ -152,59 +152,52 @@ def add(path, name, content=b"more"):
         archive.addfile(info, io.BytesIO(content))
 
 
+def cut(shard, size):
+    shard.write_bytes(shard.read_bytes()[:size])
+
+
+def third_file(shard):
+    """Return where the third pair of a shard begins."""
+    with tarfile.open(shard) as archive:
+        return archive.getmembers()[4].offset
+
+
+SHARD, LIST = "test-000001.tar", "test.json"
+WRONG_SETS = {  # case: (the file that is named, what spoils it, what is said)
+    "no list": (LIST, lambda file: file.unlink(), "no such file"),
+    "no json": (LIST, lambda file: file.write_text("{"), "list of shards"),
+    "another list": (LIST, lambda file: file.write_text('{"shards": []}'), "shardlist"),
+    "empty list": (LIST, lambda file: file.write_text('{"shardlist": []}'), "no pairs"),
+    "missing": (SHARD, lambda file: file.unlink(), "no such file"),
+    "shorter": (SHARD, lambda file: cut(file, -512), "bytes"),
+}
+DAMAGE = {  # of a shard whose size is not in the list, as in lists that others have written
+    "cut between files": (SHARD, lambda file: cut(file, third_file(file)), "2 pairs, but its list says 4"),
+    "cut in a file": (SHARD, lambda file: cut(file, 9000), "unexpected end"),
+    "no tar": (SHARD, lambda file: file.write_bytes(b"text " * 1000), "tar"),
+    "more pairs": (SHARD, lambda file: [add(file, f"more.{side}.jpg") for side in ("img", "gt")],
+                   "5 pairs, but its list says 4"),
+    "one side": (SHARD, lambda file: add(file, "more.img.jpg"), "more needs one file gt"),
+    "two of a side": (SHARD, lambda file: add(file, "00000007-7_v1.img.png"), "00000007-7_v1 needs one file img"),
+}
+
+
 def spoil(folder, case):
-    """Spoil a set, and return what the message must say."""
-    shard, index = folder / "test-000001.tar", folder / "test.json"
-    content = json.loads(index.read_text())
-    if case == "no list":
-        index.unlink()
-        return index, "no such file"
-    if case == "no json":
-        index.write_text("{")
-        return index, "list of shards"
-    if case == "another list":
-        index.write_text('{"shards": []}')
-        return index, "shardlist"
-    if case == "empty list":
-        index.write_text('{"shardlist": []}')
-        return index, "no pairs"
-    if case == "missing":
-        shard.unlink()
-        return shard, "no such file"
-    if case == "shorter":
-        shard.write_bytes(shard.read_bytes()[:-512])
-        return shard, "bytes"
-    content["shardlist"][1].pop("filesize")  # as in lists that others have written
-    if case == "cut between files":
-        with tarfile.open(shard) as archive:
-            end = archive.getmembers()[4].offset
-        shard.write_bytes(shard.read_bytes()[:end])
-    if case == "cut in a file":
-        shard.write_bytes(shard.read_bytes()[:9000])
-    if case == "no tar":
-        shard.write_bytes(b"text " * 1000)
-    if case == "more pairs":
-        for side in ("img", "gt"):
-            add(shard, f"more.{side}.jpg")
-    if case == "one side":
-        add(shard, "more.img.jpg")
-        content["shardlist"][1]["nsamples"] += 1
-    if case == "two of a side":
-        add(shard, "00000007-7_v1.img.png")
-    index.write_text(json.dumps(content))
-    return shard, {"cut between files": "2 pairs, but its list says 4", "cut in a file": "unexpected end",
-                   "no tar": "tar", "more pairs": "5 pairs, but its list says 4", "one side": "more needs one file gt",
-                   "two of a side": "00000007-7_v1 needs one file img"}[case]
+    """Spoil a set, and return the file that must be named, and what must be said."""
+    if case in DAMAGE:
+        content = json.loads((folder / LIST).read_text())
+        del content["shardlist"][1]["filesize"]
+        content["shardlist"][1]["nsamples"] += case == "one side"
+        (folder / LIST).write_text(json.dumps(content))
+    name, change, said = (WRONG_SETS | DAMAGE)[case]
+    change(folder / name)
+    return folder / name, said
 
 
-USAGE = ["no list", "no json", "another list", "empty list", "missing", "shorter"]
-DAMAGE = ["cut between files", "cut in a file", "no tar", "more pairs", "one side", "two of a side"]
-
-
-@pytest.mark.parametrize("case", USAGE + DAMAGE)
+@pytest.mark.parametrize("case", WRONG_SETS | DAMAGE)
 def test_a_set_that_cannot_be_used_is_named_in_one_line(shards, case):
     file, said = spoil(shards, case)
-    with pytest.raises(UsageError if case in USAGE else ProcessError) as caught:
+    with pytest.raises(UsageError if case in WRONG_SETS else ProcessError) as caught:
         read(shards)
     message = str(caught.value)
     assert str(file) in message and said in message.lower() and "\n" not in message, message
