@@ -4,7 +4,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import markers
 import pytest
 import torch
 from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, distance, good, load, run, same
@@ -47,19 +46,13 @@ def trained(tmp_path_factory, environment):
     return get
 
 
-def weights_differ(left, right):
-    left, right = load(left)["model"], load(right)["model"]
-    assert left.keys() == right.keys() and all(tensor.dtype == torch.float64 for tensor in left.values())
-    return max((left[name] - right[name]).abs().max().item() for name in left)
-
-
 @pytest.mark.parametrize("name", ["on 2", "grad_accum", "FSDP",
                                   *(pytest.param(name, marks=pytest.mark.drill) for name in ("on 1", "on 3"))])
 def test_any_number_of_processes_trains_the_same_model(trained, name):
     """Neither the batches nor the micro-batches nor the validation set fit evenly."""
     assert ROWS % BATCH and VAL_ROWS % 2 and VAL_ROWS % 3 and VAL_ROWS % BATCH and BATCH // 2 % 5
     (baseline, lines), (folder, same_lines) = trained("train.py"), trained(name)
-    assert weights_differ(baseline / "best.pt", folder / "best.pt") < 1e-11
+    assert distance(baseline / "best.pt", folder / "best.pt") < 1e-11
     assert same_lines == lines  # one process prints; losses, learning rates and the last epoch are the same
 
 
@@ -176,10 +169,8 @@ def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(here, tmp_pat
 
 
 def test_all_scripts_are_short_and_need_only_torch():
-    budgets = {"DDP": 24, "FSDP": 16, "amp": 8, "grad_accum": 10, "resume": 14}
     assert BATCH % 8 == 0  # machines with 8 GPUs
     for path in SCRIPTS:
         text = path.read_text()
         assert len(text.splitlines()) <= 150
-        assert sum(block.changed for block in markers.compare(path)) <= budgets.get(path.stem[6:], 0)
         assert {*re.findall(r"^(?:import|from) (\w+)", text, re.M)} <= {"torch", "argparse", "contextlib", "math", "os"}

@@ -5,8 +5,8 @@ import sys
 import pytest
 from conftest import ROOT, good, run
 
-TESTS = ["tests/test_readme.py", "tests/test_markers.py", "tests/test_page.py", "tests/unit/test_readme_zh.py",
-         "tests/unit/test_pages.py", "tests/unit/test_scripts.py"]
+TESTS = ["tests/test_readme.py", "tests/test_markers.py", "tests/test_page.py", "tests/unit/test_pages.py",
+         "tests/unit/test_scripts.py"]
 NEEDED = "train_new or not (train or loader or message)"  # not what tests another script alone, or an error message
 
 

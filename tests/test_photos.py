@@ -3,7 +3,7 @@ import re
 import shutil
 
 import pytest
-from conftest import FLOAT64, FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
+from conftest import FLOAT64, PYTHON, TORCHRUN, distance, epochs, good, load, run, same
 
 RESNET = ["--dataset", "folder", "--model", "resnet18", "--batch-size", "6", "--epochs", "2", "--lr", "0.1",
           "--save-every", "1"]
@@ -51,21 +51,6 @@ def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
     val_loss, accuracy = map(float, re.search(r"val_loss ([\d.]+)  accuracy ([\d.]+)", said).groups())
     assert val_loss == pytest.approx(epochs(result.out)[-1]["val_loss"], abs=2e-4)
     assert accuracy == epochs(result.out)[-1]["accuracy"]
-
-
-@pytest.mark.drill
-def test_the_average_is_measured_and_saved_with_the_statistics_of_the_model(photos, tmp_path):
-    """Those of rank 0, on all ranks: the average has no other source of BatchNorm's statistics."""
-    result = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "measured.py", *RESNET, "--precision", "fp32",
-                      "--accum-steps", "1", "--ema", "0.5", "--workers", "0", "--data-path", photos, "--output-dir",
-                      tmp_path, env=FROM_ROOT))
-    first, second = (re.findall(rf"^rank {rank} measures: (.*)$", result.out, re.M) for rank in (0, 1))
-    assert first == second and first[::2] == first[1::2] and len(set(first)) == 2  # the model and the average, twice
-    content = load(tmp_path / "last.pt")
-    statistics = [name for name in content["model"] if "running" in name or "num_batches" in name]
-    assert len(statistics) == 60 and content["model"]["bn1.num_batches_tracked"] == 4
-    for name, value in content["model"].items():
-        assert content["average"][f"module.{name}"].equal(value) == (name in statistics), name
 
 
 def test_a_process_may_have_nothing_to_evaluate(photos, tmp_path):

@@ -196,9 +196,11 @@ def test_the_lock_names_its_holder_alone(tmp_path):
     assert (host, int(process), kernel) == (socket.gethostname(), os.getpid(), checkpoint._kernel())
 
 
-def test_a_lock_of_this_machine_is_not_waited_for(tmp_path, capsys):
-    """It is held by a process that lives, whatever the machine is called; a pod keeps its name when it is restarted."""
-    holder = hold(tmp_path, f"elsewhere 4711 {checkpoint._kernel()}\n")
+@pytest.mark.parametrize(("of_this_machine", "seconds"), [(True, 60), (False, -1)])
+def test_a_lock_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys, of_this_machine, seconds):
+    """One of this machine, whatever that is called, is held by a process that lives: it is not waited for at all."""
+    monkeypatch.setattr(checkpoint, "LOCK_SECONDS", seconds)
+    holder = hold(tmp_path, f"elsewhere 4711 {checkpoint._kernel() if of_this_machine else 'another-kernel'}\n")
     with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: in use by another run .*elsewhere 4711"):
         checkpoint.make_folder(tmp_path)
     assert "waiting" not in capsys.readouterr().err
@@ -238,11 +240,3 @@ def test_a_lock_of_another_host_is_waited_for(tmp_path):
     holder.communicate("")
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out, err) == (0, "taken\n", "")
-
-
-def test_a_lock_of_another_host_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    holder = hold(tmp_path, "elsewhere 4711 another-kernel\n")
-    monkeypatch.setattr(checkpoint, "LOCK_SECONDS", 0)
-    with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: in use by another run .*elsewhere 4711"):
-        checkpoint.make_folder(tmp_path)
-    holder.communicate("")

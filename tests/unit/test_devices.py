@@ -1,13 +1,17 @@
 """Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
 import os
 import platform
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT
 
-from common import devices
+from common import datasets, devices, reduce, spawn
 from common.errors import UsageError
 
 GROUPS = {"cpu", "cuda", "xpu"}  # torch.distributed has no backend that takes MPS tensors
@@ -68,8 +72,6 @@ def test_torch_itself_says_which_devices_a_group_can_have():
 
 
 def test_without_an_accelerator_there_is_one_cpu():
-    import torch
-
     if torch.accelerator.is_available():
         pytest.skip("needs a machine without an accelerator")
     assert devices.select_device(None).type == devices.select_device(None, 1).type == "cpu"
@@ -100,14 +102,10 @@ def test_memory_that_a_step_frees_is_there_for_the_next():
 
 
 def test_a_device_that_is_named_is_the_one_to_use():
-    import torch
-
     assert devices.device_ids(torch.device("cuda:1")) == [1] and devices.device_ids(torch.device("mps")) == []
 
 
 def test_deterministic_is_for_those_who_ask(monkeypatch):
-    import torch
-
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     assert not torch.are_deterministic_algorithms_enabled()
@@ -125,19 +123,11 @@ def test_deterministic_is_for_those_who_ask(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "cuda", "xpu"])
 def test_copies_do_not_wait_only_from_pinned_memory(kind):
-    import torch
-
-    from common import datasets
-
     options = datasets.loader_options(0, torch.device(kind), [])
     assert options["pin_memory"] == (kind in ("cuda", "xpu"))
 
 
 def test_the_store_of_one_host_listens_on_one_address():
-    import socket
-
-    from common import spawn
-
     store, port = spawn.serve_store("127.0.0.1", 0, nodes=1)
     assert port == store.port
     socket.create_connection(("127.0.0.1", store.port), 5).close()
@@ -151,10 +141,6 @@ def test_the_store_of_one_host_listens_on_one_address():
 
 def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
     """The processes of one, on two devices, were started again, on one: the store still has what they said."""
-    import threading
-
-    from common import reduce, spawn
-
     store, _ = spawn.serve_store("127.0.0.1", 0, nodes=1)
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -180,10 +166,6 @@ def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
 
 def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=False):
     """Return the choice of a backend, with torch's own table of the devices that each serves."""
-    import torch.distributed as dist
-
-    from common import reduce
-
     return reduce.pick_backend(name, device_type, default, available.__contains__, dist.Backend.backend_capability,
                                lambda: shared)
 

@@ -2,7 +2,6 @@
 import pickle
 import runpy
 import signal
-import socket
 import sys
 import zipfile
 
@@ -115,13 +114,3 @@ def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, comma
     assert line.startswith(f"{script}: error: ") and "epoch" not in out
     assert all(part.format(tmp=folder) in line for part in MISTAKES[command]), line
     assert not (folder / "ran").exists()  # no code in a checkpoint was run
-
-
-def test_a_port_in_use_is_one_line(here, monkeypatch, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setattr(sys, "argv", ["train_mp.py", "--port", str(port)])
-        with pytest.raises(SystemExit, match="^2$"):
-            runpy.run_path(str(ROOT / "train_mp.py"), run_name="__main__")
-    line, = capsys.readouterr().err.splitlines()
-    assert line.startswith("train_mp.py: error: ") and f"--port {port}" in line and "in use" in line

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from common import models, pipeline
+from common import models
 from common.errors import UsageError
 
 
@@ -54,17 +54,3 @@ def test_a_metric_of_another_size_is_named(metric, said):
     assert models.sum_metrics({"mine": lambda outputs, labels: outputs[:, :1]}, outputs, labels) == [3.0]
     with pytest.raises(UsageError, match=said):
         models.sum_metrics({"mine": metric}, outputs, labels)
-
-
-@pytest.mark.parametrize("name", ["cnn", "vit_base"])
-def test_stages_have_even_shares_of_the_parameters_and_each_layer_once(name):
-    with torch.device("meta"):
-        model = models.create_model(name, 10, (1, 28, 28))
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    for count in range(1, 7):
-        parts = pipeline.cut(model, count)
-        assert [id(layer) for part in parts for layer in part] == [id(layer) for layer in pipeline.cut(model, 1)[0]]
-        sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
-        assert len(parts) == count and all(sizes) and sum(sizes) == whole
-        if name == "vit_base" and 12 % count == 0:
-            assert max(sizes) < 1.01 * whole / count

@@ -3,6 +3,7 @@ import ast
 import re
 import runpy
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import markers
@@ -53,6 +54,13 @@ def test_the_number_of_changed_lines_is_that_of_the_minimal_pair():
     for page, number in (("README.md", r"changes (\d+) lines"), ("README.zh-CN.md", r"只改 (\d+) 行"),
                          ("docs/your-own-loop.md", r"(\d+) lines")):
         assert set(re.findall(number, (ROOT / page).read_text())) == {str(changed)}, page
+
+
+def test_readme_has_the_same_commands_and_links_in_both_languages():
+    for pattern, arrange in ((r"^```\w*\n(?s:.*?)^```", list), (r"\]\((?!#|README)([^)\s]+)\)", Counter)):
+        english, chinese = (arrange(re.findall(pattern, (ROOT / name).read_text(), re.M))
+                            for name in ("README.md", "README.zh-CN.md"))
+        assert english == chinese
 
 
 def test_every_example_of_a_loop_is_in_the_page():

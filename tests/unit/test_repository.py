@@ -1,5 +1,7 @@
-"""What GitHub and pre-commit read is well-formed, and its commands are those of README.md and of .ci/run."""
+"""What GitHub, pre-commit and Kubernetes read is well-formed, and starts what README.md, .ci/run and a script take."""
+import importlib
 import re
+import sys
 
 import pytest
 import yaml
@@ -60,8 +62,29 @@ def test_lint_is_the_same_everywhere():
                                                 "python tools/build_page.py"]
 
 
-def test_the_code_and_the_digits_have_their_licenses():
-    assert (ROOT / "LICENSE").read_text().startswith("MIT No Attribution\n\nCopyright (c) 2026 the contributors\n")
-    assert read("CITATION.cff")["license"] == "MIT-0"
-    notice = (ROOT / "common/digits.md").read_text()
-    assert "CC BY 4.0" in notice and "https://doi.org/10.24432/C50P49" in notice
+def test_the_manifest_starts_a_script_that_takes_its_arguments(monkeypatch):
+    text = (ROOT / "launch/trainjob.yaml").read_text()
+    manifest = yaml.safe_load(text)
+    trainer = manifest["spec"]["trainer"]
+    launcher, script, *arguments = trainer["command"]
+    folder, name = script.rsplit("/", 1)
+    assert launcher == "torchrun" and (ROOT / name).is_file()
+    assert f"WORKDIR {folder}\n" in text and not re.search(r"\d+\.\d+\.\d+\.\d+", text)
+
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    args = importlib.import_module(name.removesuffix(".py")).parse_args()
+    assert args.resume == "auto"
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    assert args.batch_size % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
+
+    [patch] = manifest["spec"]["runtimePatches"]
+    [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert job["name"] == container["name"] == "node"  # as the runtime torch-distributed calls them
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts.keys() == volumes.keys() and mounts["shm"] == "/dev/shm"
+    assert "persistentVolumeClaim" in volumes["shared"]
+    assert all(path.startswith(mounts["shared"] + "/") for path in (args.data_path, args.output_dir))
