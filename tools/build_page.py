@@ -59,22 +59,15 @@ def read_scripts(root: Path = ROOT) -> Scripts:
         commands.sort(key=lambda command: name not in command)  # noqa: B023, because sort() calls it at once
         found[name] = Script(path, name, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
                              ast.parse(text).body[0].end_lineno or 0, first, commands)
-    ordered: dict[str, Script] = {}
-
-    def add(parent: str | None) -> None:
-        children = [script for script in found.values() if script.parent == parent]
-        for script in sorted(children, key=lambda child: (child.name.startswith("loader"), child.name)):
-            ordered[script.name] = script
-            add(script.name)
-
-    add(None)
-    if len(ordered) != len(found):
-        lost = ", ".join(sorted(set(found) - set(ordered)))
-        raise markers.BrokenRule(f"no way from a script without a parent to {lost}")
     placed: Scripts = {}
-    while ordered:  # after the last of its parents, not the first
-        name = next(name for name, script in ordered.items() if placed.keys() >= set(script.parents))
-        placed[name] = ordered.pop(name)
+    while found:  # a child follows the last of its parents, like the pages of a tree that one walks down
+        order = list(placed)
+        ready = [script for script in found.values() if placed.keys() >= set(script.parents)]
+        if not ready:
+            raise markers.BrokenRule(f"no way from a script without a parent to {', '.join(sorted(found))}")
+        name = min(ready, key=lambda script: (  # noqa: B023, because min() calls it at once
+            -max(map(order.index, script.parents), default=-1), script.name.startswith("loader"), script.name)).name
+        placed[name] = found.pop(name)
     return placed
 
 
@@ -100,7 +93,7 @@ def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
     for section in re.split(r"^(?=## )", path.read_text(), flags=re.M)[1:]:
         heading = section.split("\n", 1)[0].removeprefix("## ")
         beside = re.findall(r"<!-- beside: (.+?) -->", section)
-        parts.append((f"how-{_slug(heading)}", heading, beside))
+        parts.append((f"how-{texts.slug(heading)}", heading, beside))
     return parts
 
 
@@ -200,7 +193,7 @@ def _prose(path: Path, docs: Path, traps: set[str]) -> str:
 
     def identify(heading: str) -> str:
         trap = texts.TRAP.fullmatch(heading)
-        return trap[1] if trap else f"{'how' if how else 'pitfalls'}-{_slug(heading)}"
+        return trap[1] if trap else f"{'how' if how else 'pitfalls'}-{texts.slug(heading)}"
 
     def link(target: str) -> str:
         file, _, anchor = target.partition("#")
@@ -232,10 +225,6 @@ def _prose(path: Path, docs: Path, traps: set[str]) -> str:
         if anchor not in known:
             raise texts.TextError(f"{path.name}: broken link: #{anchor}")
     return rendered
-
-
-def _slug(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
 def _as_read(line: str) -> str:

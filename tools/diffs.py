@@ -198,12 +198,10 @@ def _parts(old: str, new: str) -> tuple[list[int], list[int]]:
 def _joined(steps: list) -> list:
     """Join neighboring steps of the same kind."""
     joined: list = []
-    for step in steps:
-        last = joined[-1] if joined else None
-        if isinstance(step, int) and isinstance(last, int):
-            joined[-1] += step
-        elif isinstance(step, str) and isinstance(last, str) and step[0] == last[0]:
-            joined[-1] = f"{step[0]}{int(last[1:]) + int(step[1:])}"
-        elif step != 0:
-            joined.append(step)
-    return joined
+    for kind, same in itertools.groupby(steps, lambda step: step[:1] if isinstance(step, str) else type(step)):
+        found = list(same)
+        if kind is int:
+            joined.append(sum(found))
+        else:
+            joined += found if kind is list else [f"{kind}{sum(int(step[1:]) for step in found)}"]
+    return [step for step in joined if step != 0]

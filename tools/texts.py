@@ -108,9 +108,13 @@ def index(text: str) -> str:
     """Return the index of a page of pitfalls: its sections, which are symptoms, with a link to each entry."""
     lines = []
     for level, heading in re.findall(r"^(##|###) (.+)$", text, re.M):
-        anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-        lines.append(f"\n{heading}:\n" if level == "##" else f"- [{heading}](#{anchor})")
+        lines.append(f"\n{heading}:\n" if level == "##" else f"- [{heading}](#{slug(heading)})")
     return "\n".join(lines) + "\n\n"
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def color(text: str, language: str = "python") -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import markers
 import pytest
+import texts
 import torch
 import torch.distributed as dist
 
@@ -21,12 +22,6 @@ NAMED = {name: row[0] for row in ROWS for name in re.findall(r"`(\w+)`", row[2])
 PROCESSES = {"shapes", "two_forwards", "peer", "open_files", "shared_memory"}  # tests/drills/test_hangs.py starts them
 
 
-def anchors(path):
-    """Return the anchors that GitHub makes of a page's headings."""
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-            for heading in re.findall(r"^#+ (.+)", path.read_text(), re.M)}
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page):
     text = (ROOT / page).read_text()
@@ -36,7 +31,8 @@ def test_every_link_leads_somewhere(page):
         file, _, anchor = target.partition("#")
         linked = (ROOT / page).parent / file if file else ROOT / page
         assert linked.exists(), target
-        assert not anchor or anchor in anchors(linked), target
+        headings = re.findall(r"^#+ (.+)", linked.read_text(), re.M) if anchor else []
+        assert not anchor or anchor in map(texts.slug, headings), target
 
 
 @pytest.mark.parametrize("page", PAGES)
