@@ -222,6 +222,15 @@ def copy_out(script, folder):
     return Path(shutil.copy(ROOT / script, folder))
 
 
+def replace_lines(file, lines):
+    """Replace what a file contains once, by {old text: new text}."""
+    text = file.read_text()
+    for old, new in lines.items():
+        assert text.count(old) == 1, f"{file} must contain once: {old}"
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
 def whole_file(folder, file):
     """Write a folder of train_DCP.py as a file, as a user does."""
     return good(run(PYTHON, "-m", "common.folders", folder, file))

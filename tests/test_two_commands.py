@@ -3,7 +3,7 @@ import json
 import shlex
 
 import pytest
-from conftest import RUNS, SAME, copy_out, run
+from conftest import RUNS, SAME, copy_out, replace_lines, run
 
 import verify
 
@@ -28,9 +28,7 @@ def test_two_scripts_train_the_same_model(tmp_path):
 @pytest.mark.drill
 def test_a_missing_set_epoch_is_named_with_its_step(runs, tmp_path):
     script = copy_out("train_DDP.py", tmp_path / "copy")
-    text, line = script.read_text(), "        sampler.set_epoch(epoch)\n"
-    assert text.count(line) == 1
-    script.write_text(text.replace(line, ""))
+    replace_lines(script, {"        sampler.set_epoch(epoch)\n": ""})
     command = [*RUNS["train_DDP.py"], "--epochs", "2", "--output-dir", tmp_path / "run"]
     command = [script if part == "train_DDP.py" else part for part in command]
     assert verify.record(shlex.join(map(str, command)), tmp_path / "steps", 300) is None

@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, copy_out, epochs, good, load, run, same
+from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, copy_out, epochs, good, load, replace_lines, run, same
 from live import Live, ours
 
 LONG = ["--epochs", "1000", "--workers", "1", "--log-every", "2"]
@@ -67,9 +67,8 @@ def test_torchrun_restarts_after_each_kill(tmp_path):
 
 def test_a_loss_that_is_no_number_on_one_process_ends_all(tmp_path):
     script = copy_out("train_DDP.py", tmp_path / "copy")
-    text, line = script.read_text(), "loss = criterion(parallel_model(normalize(images)), labels)\n"
-    assert text.count(line) == 1
-    script.write_text(text.replace(line, line.replace("\n", " / (1 - rank)\n")))
+    loss = "loss = criterion(parallel_model(normalize(images)), labels)"
+    replace_lines(script, {loss: f"{loss} / (1 - rank)"})
     (script.parent / "last.pt").write_bytes(b"what was saved before")
     result = run(*LAUNCH, "--nproc_per_node=2", script, "--epochs", "1", "--log-every", "1", "--workers", "0",
                  "--output-dir", script.parent)

@@ -7,9 +7,10 @@ import importlib.util
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import PROGRAMS, ROOT
+from conftest import PROGRAMS, ROOT, replace_lines
 
 import verify
 
@@ -102,11 +103,7 @@ def put_in(bug, folder):
     """Copy the program of a bug into a folder, with the wrong lines; return the commands to compare."""
     _, program, replacements = BUGS[bug]
     one, two = (command + OPTIONS.get(bug, "") for command in COMMANDS[program])
-    text = source(program).read_text()
-    for right, wrong in replacements:
-        assert text.count(right) == 1, f"{program}.py must contain once: {right}"
-        text = text.replace(right, wrong)
-    (folder / f"{program}.py").write_text(text)
+    replace_lines(Path(shutil.copy(source(program), folder)), dict(replacements))
     return one.format(source(program)), two.format(folder / f"{program}.py")
 
 

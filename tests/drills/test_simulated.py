@@ -1,6 +1,4 @@
 """What usually only a GPU shows: tensors in the wrong place. The scripts run on a simulated device, unchanged."""
-import re
-
 import pytest
 from conftest import (
     FLOAT64,
@@ -14,6 +12,7 @@ from conftest import (
     distance,
     good,
     load,
+    replace_lines,
     run,
     same,
 )
@@ -91,39 +90,26 @@ def test_the_loader_delivers_to_the_device(tmp_path):
     assert "npy:0 npy:0" in on_device and on_device.replace("npy:0", "cpu") == on_cpu
 
 
-def drop(pattern):
-    return lambda text: re.subn(pattern, "", text, flags=re.MULTILINE)
+MOVE = "    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions\n"
+RESUME = "    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)\n"
 
 
-def keep_labels(text):
-    moving = r"images, labels = \(part(\.to\(device.*\)) for part in batch\)$"
-    return re.subn(moving, r"images, labels = batch[0]\1, batch[1]", text, flags=re.MULTILINE)
-
-
-def move_model_after_resume(text):
-    moving = re.compile(r"^ *model\.to\(device.*\n", re.MULTILINE)
-    line = moving.search(text)[0]
-    return re.subn(r"^ *start_epoch, best_score = checkpoint\.resume.*\n", lambda found: found[0] + line,
-                   moving.sub("", text), flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("script, put_back, where, says", [
-    ("train.py", drop(r"(?<=sums = torch\.zeros\(2 \+ len\(METRICS\)), device=device"), "in evaluate", "npy:0 and cpu"),
-    pytest.param("train.py", keep_labels, "criterion(model(normalize(images)), labels)", "npy:0 and cpu"),
-    pytest.param("train.py", move_model_after_resume, "optimizer.step()", "npy:0 and cpu"),
-    pytest.param("loader.py", drop(r"(?<=torch\.tensor\(count), device=[^)]*"), "in reduce_sum",
-                 "No backend type associated with device type cpu"),
-    pytest.param("common/checkpoint.py", drop(r", map_location=\"cpu\""), "", "incomplete or not from torch.save"),
+@pytest.mark.parametrize(("script", "wrong", "where", "says"), [
+    ("train.py", {"torch.zeros(2 + len(METRICS), device=device)": "torch.zeros(2 + len(METRICS))"}, "in evaluate",
+     "npy:0 and cpu"),
+    ("train.py", {"(part.to(device, non_blocking=train_loader.pin_memory) for part in batch)":
+                  "batch[0].to(device), batch[1]"}, "criterion(model(normalize(images)), labels)", "npy:0 and cpu"),
+    ("train.py", {MOVE: "", RESUME: RESUME + MOVE}, "optimizer.step()", "npy:0 and cpu"),
+    ("loader.py", {"torch.tensor(count, device=args.device)": "torch.tensor(count)"}, "in reduce_sum",
+     "No backend type associated with device type cpu"),
+    ("common/checkpoint.py", {', map_location="cpu"': ""}, "", "incomplete or not from torch.save"),
 ], ids=["sums on the CPU", "labels not moved", "optimizer loaded before the model moves", "count on the CPU",
         "no map_location"])
-def test_a_wrong_placement_is_seen(whole, tmp_path, script, put_back, where, says):
+def test_a_wrong_placement_is_seen(whole, tmp_path, script, wrong, where, says):
     """Each mistake works on a CPU; here it raises, in the line that a GPU would name."""
     copy = copy_out("train.py" if script.startswith("common") else script, tmp_path / "copy")
-    file = copy.parent / script
-    text, changed = put_back(file.read_text())
-    assert changed
-    file.write_text(text)
+    replace_lines(copy.parent / script, wrong)
     options = [] if script == "loader.py" else [*SAME, "--resume", whole[1] / "epoch-001.pt",
                                                 "--output-dir", tmp_path / "out"]
-    wrong = run(*SIMULATED, copy, *options, cwd=tmp_path, env=CHILD)
-    assert wrong.code and where in wrong.err and says in wrong.err.splitlines()[-1]
+    result = run(*SIMULATED, copy, *options, cwd=tmp_path, env=CHILD)
+    assert result.code and where in result.err and says in result.err.splitlines()[-1]
