@@ -12,7 +12,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -73,37 +72,12 @@ def play(rank: int, blocks: int) -> dict:
                 "saved": sum(storage.nbytes() for storage in saved.values()), "counts": counts}
 
 
-def waiting(stages: int, micro_batches: int) -> float:
-    """Return the fraction of a step in which a stage waits in the order of torch's 1F1B schedule.
-
-    A forward pass takes one unit of time, a backward pass two, and sending none.
-    """
-    with fake_rank(0):
-        mesh = init_device_mesh("cpu", (WORLD // stages, stages), mesh_dim_names=("data", "stages"))
-        stage = PipelineStage(nn.Identity(), 0, stages, torch.device("cpu"), group=mesh.get_group("stages"))
-        order = Schedule1F1B(stage, micro_batches)._get_pipeline_order()
-    costs, clock = {"FORWARD": 1, "FULL_BACKWARD": 2}, [0] * stages
-    kinds = [[turn.computation_type.name for turn in order[number] if turn] for number in range(stages)]
-    queues = [[kind for kind in turns if kind in costs] for turns in kinds]
-    ends = {kind: [[] for _ in queues] for kind in costs}  # of a stage's passes; torch 2.15 numbers the last's wrongly
-    for _ in range(2 * micro_batches * stages):
-        for number, queue in enumerate(queues):
-            passes = ends[queue[0]] if queue else []
-            before = number + (-1 if queue[:1] == ["FORWARD"] else 1)
-            if queue and (not 0 <= before < stages or len(passes[before]) > len(passes[number])):
-                start = passes[before][len(passes[number])] if 0 <= before < stages else 0
-                clock[number] = max(clock[number], start) + costs[queue.pop(0)]
-                passes[number].append(clock[number])
-    assert not any(queues)
-    return 1 - sum(costs.values()) * micro_batches / max(clock)
-
-
 def check() -> dict:
     """Return what rank 0 holds with two blocks, and what one more block adds."""
     two, three = play(0, 2), play(0, 3)
     added = {name: three["counts"][name] - number for name, number in two["counts"].items()}
     return {"tensor": TENSOR, "parameters": three["parameters"], "held": three["held"], "block": added,
-            "saved": (three["saved"] - two["saved"]) / TOKENS, "waits": waiting(8, 16)}
+            "saved": (three["saved"] - two["saved"]) / TOKENS}
 
 
 if __name__ == "__main__":
