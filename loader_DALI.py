@@ -145,7 +145,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, for a resumed run; later passes continue from it.
 
-        That pass leaves out the first `skip` pairs, without decoding them: of all processes, whole batches.
+        That pass skips the first `skip` pairs over all processes (whole batches) without decoding them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -236,7 +236,7 @@ def main(args):
             count += len(images)
             asked = time.perf_counter()
 
-        # The sum over all processes waits for the slowest
+        # The sum over all processes waits for the slowest process
         count = reduce.reduce_sum(torch.tensor(count, device=args.device)).item()
         seconds = time.perf_counter() - start
         if not reduce.is_main_process():

@@ -58,7 +58,7 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access. A batch is its slot's number in the ring, and its length."""
+    """Pairs, decoded and cropped on access. A batch is (its slot's number in the ring, its length)."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
@@ -169,7 +169,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, for a resumed run; later passes continue from it.
 
-        That pass leaves out the first `skip` pairs, without decoding them: of all processes, whole batches.
+        That pass skips the first `skip` pairs over all processes (whole batches) without decoding them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -185,9 +185,10 @@ class PairLoader:
         self.dataset.epoch.fill_(epoch)
         for slot, count in self.loader:
             batch = self.dataset.ring.slots[slot, :, :count]
-            if self.loader.pin_memory:  # a copy that is under way when a worker uses the slot again
+            if self.loader.pin_memory:  # a worker may overwrite the slot during the transfer
                 batch = batch.pin_memory()
-            batch = batch.to(self.device, non_blocking=self.loader.pin_memory)  # bytes: a quarter of floats
+            # Transfer uint8: a quarter of the bytes of float32
+            batch = batch.to(self.device, non_blocking=self.loader.pin_memory)
             images, targets = (part.float().sub_(127.5).div_(127.5) for part in batch)
             yield images, targets
 
@@ -214,7 +215,7 @@ def build_loader(args):
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
 
-    # new # streaming: contiguous shares, so that a process opens few shards; all of one length in "train"
+    # new # streaming: contiguous shares, so that a process opens few shards; of equal length in "train"
     size = len(pair_list) // args.batch_size * batch_size
     sampler = range(rank * size, (rank + 1) * size)
     if not cuts.train:
@@ -244,7 +245,7 @@ def main(args):
             count += len(images)
             asked = time.perf_counter()
 
-        # The sum over all processes waits for the slowest
+        # The sum over all processes waits for the slowest process
         count = reduce.reduce_sum(torch.tensor(count, device=args.device)).item()
         seconds = time.perf_counter() - start
         if not reduce.is_main_process():

@@ -54,7 +54,7 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
@@ -74,7 +74,7 @@ def parse_args():
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
     # new # FSDP
-    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that hold a model each")
+    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that each hold a model")
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute in backward()")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
@@ -91,7 +91,7 @@ def evaluate(model, loader, normalize, device):
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
 
-    # new # FSDP: as many batches on every rank; the samples that this adds come last and do not count
+    # new # FSDP: all ranks run the same number of batches; padding samples come last and are not counted
     left = loader.sampler.own
 
     for batch in loader:
@@ -181,7 +181,7 @@ def main(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    # new # DCP: from a file, or from the newest whole folder, whatever number of processes wrote it
+    # new # DCP: from a file, or from the newest complete folder, written by any number of processes
     start_epoch, best_score = folders.resume(args.resume, folder, state, dcp.load)
 
     if args.evaluate:
@@ -204,7 +204,7 @@ def main(args):
     # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
-    # new # DCP: saving has a group of its own, on the CPU: its messages must not mix with those of training
+    # new # DCP: saving uses a separate group, on the CPU: its messages must not mix with those of training
     group, saving = dist.new_group(backend="gloo"), None
     folders.reject_newer(folder, (start_epoch - 1) * len(train_loader))
 

@@ -47,7 +47,7 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
@@ -67,7 +67,7 @@ def parse_args():
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
     # new # FSDP
-    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that hold a model each")
+    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that each hold a model")
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute in backward()")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
@@ -84,7 +84,7 @@ def evaluate(model, loader, normalize, device):
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
 
-    # new # FSDP: as many batches on every rank; the samples that this adds come last and do not count
+    # new # FSDP: all ranks run the same number of batches; padding samples come last and are not counted
     left = loader.sampler.own
 
     for batch in loader:

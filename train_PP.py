@@ -49,7 +49,7 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
@@ -87,7 +87,7 @@ def evaluate(model, loader, normalize, device):
         images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(images))
 
-        # new # PP: only the last stage has them
+        # new # PP: only the last stage has outputs
         if outputs is None:
             continue
 
@@ -121,7 +121,7 @@ def create_schedule(parts, micro_batches, device, loss=None):
     return Schedule1F1B(stages[0], micro_batches, loss)
 
 
-# new # PP: evaluation passes all stages, too; a schedule takes batches of one size
+# new # PP: evaluation also runs through all stages; a schedule needs batches of equal size
 def forward(schedule, batch_size, images):
     rows = torch.arange(batch_size, device=images.device) % len(images)
     outputs = schedule.eval(*[images[rows]][:dist.get_rank() == 0])

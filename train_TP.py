@@ -58,7 +58,7 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
@@ -96,7 +96,7 @@ def evaluate(model, loader, normalize, device):
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
 
-    # new # FSDP: as many batches on every rank; the samples that this adds come last and do not count
+    # new # FSDP: all ranks run the same number of batches; padding samples come last and are not counted
     left = loader.sampler.own
 
     for batch in loader:
@@ -255,7 +255,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # TP: the sum has the loss of every process
+            # new # TP: the sum includes the loss of every process
             train_loss = reduce.reduce_sum(loss_sum).item() / dist.get_world_size() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")

@@ -52,7 +52,7 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
@@ -179,7 +179,7 @@ def main(args):
     progress = {"step": 0, "train_loss": 0.0, "order": order}
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state, progress)
     if progress["order"] != order:
-        raise errors.UsageError(f"--resume: {progress['order']} began this epoch and ends it, not {order}")
+        raise errors.UsageError(f"--resume: this epoch began with {progress['order']}; use it, not {order}")
 
     if args.evaluate:
         # new # elastic: a snapshot from the first epoch also counts as loaded weights
@@ -301,7 +301,7 @@ def main(args):
             checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
         checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
 
-        # new # elastic: only the steps of this run
+        # new # elastic: count only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
 
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}

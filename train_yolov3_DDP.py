@@ -61,7 +61,7 @@ def parse_args():
     parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="of the rate")
     parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="with a rising learning rate")
 
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="at batch size 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
@@ -108,7 +108,7 @@ def evaluate(model, loader, normalize, device):
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
 
-    # new # yolov3_DDP: the detections of all processes
+    # new # yolov3_DDP: gather the detections of all processes
     rows = [reduce.gather_rows(torch.cat(rows))]
 
     # new # yolov3
@@ -233,7 +233,7 @@ def main(args):
 
             optimizer.zero_grad()
 
-            # new # yolov3_DDP: the boxes of all processes
+            # new # yolov3_DDP: count the boxes of all processes
             count = reduce.reduce_sum((labels[:, 1] >= 0).sum())
 
             # new # yolov3_DDP: DDP divides the sum of the gradients by world_size
@@ -290,7 +290,7 @@ def main(args):
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
               f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
-        # new # yolov3: the true and the predicted boxes of validation images
+        # new # yolov3: draw the true and the predicted boxes of validation images
         if epoch == args.epochs:
             data.save_detections(folder / "detections.png", val_set, lambda images: yolov3.detect(
                 model(normalize(images.to(device)))))

@@ -215,7 +215,7 @@ class Recorder:
             self.depth -= 1
 
     def call(self, function, module, *args, **more):
-        """Note the inputs of the outermost module, which are the samples in a program without DataLoader."""
+        """Record the inputs of the outermost module, which are the samples in a program without DataLoader."""
         torch = self.torch
         if torch.compiler.is_compiling():
             return function(module, *args, **more)
@@ -231,13 +231,13 @@ class Recorder:
         return self.nested(function, module, *args, **more)
 
     def begin(self):
-        """Note that this rank has begun a step: if it never ends, another rank has left the loop."""
+        """Record that this rank has begun a step: if it never ends, another rank has left the loop."""
         if not self.begun:
             self.begun = True
             self.write("begin")
 
     def deliver(self, function, iterator):
-        """Note the samples of a batch that DataLoader delivers, and return it in float64."""
+        """Record the samples of a batch that DataLoader delivers, and return it in float64."""
         torch, tensors = self.torch, []
 
         def visit(value):
@@ -396,7 +396,7 @@ def match(left, right):
 
 def worst(pairs, column, floor=1e-6):
     """Return the greatest relative difference of a column's digests, and the name of its parameter."""
-    least = floor * math.hypot(*[one[column][0] for one, _ in pairs]) + 1e-300  # less is a rounding error
+    least = floor * math.hypot(*[one[column][0] for one, _ in pairs]) + 1e-300  # anything smaller is rounding error
     found = []
     for one, two in pairs:
         gaps = [0.0 if x == y or x != x and y != y else abs(x - y) for x, y in zip(one[column], two[column])]
@@ -465,7 +465,7 @@ def explain(a, b, step, column, pairs):
     split = (len(left), left[0]["batches"]) != (len(right), right[0]["batches"])
     for cause, fits in (("batchnorm", split and "batchnorm" in flags), ("random", "random" in flags),
                         ("uneven-mean", split and not math.isclose(*losses, rel_tol=1e-9)
-                         and max(map(abs, losses)) < 100 * min(map(abs, losses))),  # a larger ratio: a scaled loss
+                         and max(map(abs, losses)) < 100 * min(map(abs, losses))),  # a larger ratio means a scaled loss
                         ("evaluation", "evaluated" in flags), ("unknown", True)):
         if fits:
             seen = "equal samples" if ours and theirs else "the samples were not seen, so they may differ"
@@ -515,7 +515,7 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False):
         limit, columns = min(max(low, 1000 * report["difference"]), high), (START, RATE, GRAD, VALUE)[step > 0:]
         rows, others = a.at(step)[1], b.at(step)[1]
         pairs = match(rows, others)
-        floor = 1e-6 if not native else 0.2 if sixteen else 1e-2  # before BatchNorm, a bias has only noise as gradient
+        floor = 1e-6 if not native else 0.2 if sixteen else 1e-2  # the gradient of a bias before BatchNorm is noise
         total = math.hypot(*[one[GRAD][0] for one, _ in pairs])
         moved = [pair for pair in pairs if not max(pair[0][GRAD][0], pair[1][GRAD][0]) <= floor * total]
         found = [(column, *worst(moved if native and column == VALUE else pairs, column,

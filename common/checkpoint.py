@@ -159,7 +159,7 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{option} {path}: {reason(error)}") from None
     except pickle.UnpicklingError:
-        raise UsageError(f"{option} {path}: rejected: not a file of tensors and plain values only") from None
+        raise UsageError(f"{option} {path}: rejected: its content is not only tensors and plain values") from None
     except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         newer = "maximum supported version" in str(error)
         why = f"written by a newer torch than {torch.__version__}" if newer else "incomplete or not from torch.save"

@@ -211,7 +211,7 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _attribute(dataset: Any, name: str) -> Any:
-    """Return the attribute `name` of the dataset or of the first dataset inside it that has it; None if none has."""
+    """Return the attribute `name` of the dataset or of the first dataset inside it that has it; else None."""
     return next((found for part in _parts(dataset) if (found := getattr(part, name, None)) is not None), None)
 
 
@@ -288,7 +288,7 @@ def loader_options(workers: int | None, device: torch.device, dataset: object) -
     By default, `workers` is this process's share of the host's cores minus one, at most the dataset's `most_workers`
     or, without it, 8. Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned if
     the device can copy them while the CPU continues. Only then is `non_blocking` safe: on MPS, such a copy can read
-    memory that is already reused (pytorch issue 189690).
+    memory that has already been reused (pytorch issue 189690).
     """
     if workers is None:
         most = _attribute(dataset, "most_workers")
@@ -314,7 +314,7 @@ def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
 
 def digits() -> list[tuple[Tensor, Tensor]]:
-    """Return [training, validation] of the digits: (images `uint8` (N, 1, 28, 28), labels `int64` (N,)) each."""
+    """Return the digits: [training, validation], each (images `uint8` (N, 1, 28, 28), labels `int64` (N,))."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
     images = F.interpolate(images[:, None] * (255 / 16), size=28, mode="bilinear", align_corners=False)

@@ -83,7 +83,7 @@ def report_errors() -> Iterator[None]:
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
         sys.stdout.reconfigure(line_buffering=True)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # its log would follow our line
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would log after our line
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a job that ignores Ctrl-C

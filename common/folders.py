@@ -92,9 +92,10 @@ def _step(path: Path) -> int:
 
 
 def reject_newer(output_dir: Path, step: int) -> None:
-    """Raise UsageError if a complete folder is newer than `step`, where this run starts: prune() would keep that one.
+    """Raise UsageError if a complete folder is newer than `step`, where this run starts.
 
-    Such a folder comes from another run, or this run returns to an older checkpoint or has a larger batch.
+    prune() would keep that folder instead of one from this run. Such a folder comes from another run, or this run
+    returns to an older checkpoint or has a larger batch.
     """
     if (found := whole_folders(output_dir)) and _step(found[-1]) > step:
         raise UsageError(f"--output-dir {output_dir}: holds {found[-1].name}, newer than step {step}, where this run "
@@ -125,15 +126,15 @@ def check(path: Path) -> dict[str, torch.Tensor]:
             if Path(info.relative_path).name != info.relative_path:
                 raise UsageError(f"--resume {path}: rejected: {index.fqn} is in another folder, {info.relative_path}")
             if (path / info.relative_path).stat().st_size < info.offset + info.length:
-                raise UsageError(f"--resume {path}: torn: {info.relative_path} is too short")
+                raise UsageError(f"--resume {path}: incomplete: {info.relative_path} is too short")
         return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
                 for name, entry in metadata.state_dict_metadata.items()}
     except FileNotFoundError as error:
-        raise UsageError(f"--resume {path}: no whole checkpoint: {Path(error.filename).name} is missing") from None
+        raise UsageError(f"--resume {path}: incomplete: {Path(error.filename).name} is missing") from None
     except pickle.UnpicklingError as error:
         raise UsageError(f"--resume {path}: rejected: its .metadata lists more than tensors ({error})") from None
     except (OSError, EOFError, ValueError, AttributeError, TypeError, IndexError, KeyError) as error:
-        raise UsageError(f"--resume {path}: torn or not from torch.distributed.checkpoint ({error!r})") from None
+        raise UsageError(f"--resume {path}: incomplete or not from torch.distributed.checkpoint ({error!r})") from None
 
 
 def resume(path: str | None, output_dir: Path, state: dict[str, Any], load: Any) -> tuple[int, float]:

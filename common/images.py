@@ -77,7 +77,7 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
 
 
 def orientation(encoded: np.ndarray, image: Image.Image) -> int:
-    """Return the EXIF orientation, 1 to 8, of a JPEG or PNG that all decoders read alike; 0 for any other file.
+    """Return the EXIF orientation, 1 to 8, of a JPEG or PNG that all decoders read the same way; 0 for any other file.
 
     `encoded` and `image` are what `read` returns. Decoders may read CMYK and damaged EXIF differently.
     """
@@ -119,7 +119,7 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np
             with open(path, "rb", buffering=0) as file:
                 content = file.read()
         encoded = np.frombuffer(bytearray(content), np.uint8)  # torch needs writable memory
-        pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # its error names neither file nor size
+        pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # PIL's error names neither file nor size
         try:
             image = Image.open(io.BytesIO(encoded.data), formats=FORMATS)
         finally:

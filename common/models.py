@@ -146,7 +146,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace each BatchNorm by SyncBatchNorm, over the samples of all processes; raise UsageError on a CPU."""
+    """Replace each BatchNorm by SyncBatchNorm, which uses all processes' samples; raise UsageError on a CPU."""
     if device.type == "cpu":
         raise UsageError("--sync-bn: SyncBatchNorm needs a GPU, and this run is on the cpu")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -187,7 +187,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
-    """Return the learning-rate factor by epoch, half a cosine from 1 to `lrf`: a closed form makes resumes exact."""
+    """Return the learning-rate factor by epoch: half a cosine from 1 to `lrf`. Its closed form makes resumes exact."""
     return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
 
 

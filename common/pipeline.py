@@ -10,7 +10,7 @@ from .vit import ViT
 
 
 def cut(model: nn.Module, count: int) -> list[nn.Sequential]:
-    """Cut a model into `count` stages with about equally many parameters; the stages use the model's own layers.
+    """Cut a model into `count` stages with about the same number of parameters; the stages use the model's own layers.
 
     Raises UsageError if the model is not a chain of layers, if fewer than `count` of them have parameters, or if it has
     BatchNorm, whose statistics would be those of a micro-batch.

@@ -84,7 +84,7 @@ def compile_blocks(model: nn.Module) -> None:
 def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
     """Return the loss `criterion` with label smoothing; raise UsageError if it does not support that."""
     if smoothing and not hasattr(criterion, "label_smoothing"):
-        raise UsageError(f"--label-smoothing {smoothing:g}: {type(criterion).__name__} has none")
+        raise UsageError(f"--label-smoothing {smoothing:g}: {type(criterion).__name__} does not support it")
     smoothed: Any = copy.copy(criterion)
     if smoothing:
         smoothed.label_smoothing = smoothing

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early: imported later, its default arguments would keep the group and its threads alive
+import torch.distributed.nn  # import it before a group exists: its default arguments would keep that group alive
 
 from . import devices, launch
 from .errors import UsageError
@@ -75,7 +75,7 @@ def exact_share(batch_size: int, world_size: int) -> int:
 def choose_backend(name: str | None, device: str | torch.device) -> str:
     """Return the communication backend: `name`, or by default the device's own (nccl on CUDA, gloo on a CPU).
 
-    If torch lacks that default, or if two processes share a device, it is gloo, and the main process says so: NCCL
+    If torch lacks that default, or if two processes share a device, it is gloo, and the main process prints that. NCCL
     rejects a second rank on a GPU ("Duplicate GPU detected" in src/init.cc of github.com/NVIDIA/nccl). Raises
     UsageError if this build of torch lacks the backend `name`, or if it does not work on the device.
     """

@@ -1,7 +1,7 @@
 """Tensors that this process holds in part or not at all: gather them for a file, take its shard, fill a model.
 
-Such a tensor is a DTensor, of which each process holds a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its
-children), or it is on the meta device, without data, because another process holds it (pipelines: `train_PP.py`).
+Some are DTensors: each process holds a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its children). Others
+are on the meta device, without data, because another process holds them (pipelines: `train_PP.py`).
 """
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def grid(option: str, parts: int) -> tuple[int, int]:
-    """Return the shape of a mesh, (parts, processes / parts); raise UsageError, naming `option`, if it is uneven."""
+    """Return a mesh shape (parts, processes / parts); raise UsageError, naming `option`, if `parts` is no divisor."""
     end_at_once()
     world_size = get_world_size()
     if world_size % parts:

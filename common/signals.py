@@ -14,7 +14,7 @@ STOPPED = 85  # exit code of a run that saved and stopped on a signal: restart i
 def note_signals(*names: str) -> threading.Event:
     """Make these signals set an event instead of ending the process; return that `threading.Event`.
 
-    This thread blocks them, so the loader workers that it starts inherit the block: see `shield_worker`.
+    The calling thread blocks them, so the loader workers that it starts inherit the block: see `shield_worker`.
     """
     numbers = {getattr(signal, name) for name in names if hasattr(signal, name)}  # Windows has no SIGUSR1
     for number in numbers:

@@ -1,4 +1,4 @@
-"""The store where the processes that mp.spawn starts meet; for `train_mp.py`."""
+"""The store through which the processes of mp.spawn find each other; for `train_mp.py`."""
 import socket
 import sys
 

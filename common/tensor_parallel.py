@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
     """Return the entries of `plan` that match layers of `model`; the "tensor" side of the mesh `grid` splits them.
 
-    Raises UsageError if no entry matches, or if a planned layer or the heads of an attention do not divide evenly. It
+    Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly. It
     also rejects several groups with an old torch: their shards are strided, and torch 2.9.1 saves the wrong momentum
     for them; 2.14.1 does not.
     """

@@ -94,7 +94,7 @@ class Scenes(BoxDataset):
     training, a scene depends only on `(seed, epoch, index)`; in validation, only on `index`.
     """
 
-    most_workers = 0  # a core draws 1,500 scenes/s
+    most_workers = 0  # not needed: one core draws 1,500 scenes/s
 
     def __init__(self, images: Tensor, labels: Tensor, count: int, image_size: int, seed: int, train: bool) -> None:
         super().__init__(count, [str(digit) for digit in range(10)], image_size, seed, train)
@@ -271,10 +271,10 @@ def anchors(train_set: Any) -> Tensor:
     labels = torch.cat([train_set[index][1] for index in indices]).double()
     sizes = (labels[:, 4:] - labels[:, 2:4])[labels[:, 1] >= 0]
     if not len(sizes):
-        raise UsageError(f"{len(indices)} training images, taken evenly, have no boxes; check --data-path")
+        raise UsageError(f"{len(indices)} evenly spaced training images have no boxes; check --data-path")
     sizes = sizes[sizes.prod(1).argsort()]
     centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # medians of nine equal parts: needs no seed
-    for _ in range(50):  # the scenes converge in 17
+    for _ in range(50):  # on the scenes, it converges in 17 iterations
         width, height = (torch.minimum(sizes[:, None, side], centers[:, side]) for side in (0, 1))
         nearest = (width * height / (sizes.prod(1)[:, None] + centers.prod(1) - width * height)).argmax(1)
         centers = torch.stack([sizes[nearest == k].mean(0) if (nearest == k).any() else centers[k] for k in range(9)])
@@ -325,7 +325,7 @@ def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Ten
     names, pictures = [*dataset.classes, *(f"ignored {name}" for name in reversed(dataset.classes))], []
     for place, image in enumerate(images):
         own = rows[rows[:, 0] == place]
-        shown = [(names[int(label)], score) for _, label, *_, score in own.tolist()]  # names[-1] is the first, ignored
+        shown = [(names[int(label)], score) for _, label, *_, score in own.tolist()]  # names[-1 - c]: class c, ignored
         texts = [f"{name} {score:.2f}" if score >= 0 else name for name, score in shown]
         colors = ["red" if score >= 0 else "lime" for _, score in shown]
         pictures.append(draw_bounding_boxes(

@@ -17,11 +17,11 @@ BITS = 2 ** np.arange(20)  # of a result: right at each threshold, then ignored 
 def match(detections: Tensor, labels: Tensor) -> Tensor:
     """Match `detections` (D, 7) with true boxes; return a row for each, `float32` (D, 3): class, score, result.
 
-    `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, each detection, highest
-    score first, takes the free true box of its class with the highest IoU. Bit t of the result says whether it is right
-    at threshold t. Bit 10 + t says that it does not count there: it took no box, but at least the threshold's share of
-    its area lies in a region to ignore. Any number of detections may lie in one region. Rows that count at no threshold
-    are omitted.
+    `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, the detections take
+    their boxes in order of descending score. Each takes the box of its class with the highest IoU among those that are
+    still free. Bit t of the result says whether it is right at threshold t. Bit 10 + t says that it does not count
+    there: it took no box, but at least the threshold's share of its area lies in a region to ignore. Several detections
+    can lie in the same region. Rows that count at no threshold are omitted.
 
     These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
     """
@@ -31,7 +31,7 @@ def match(detections: Tensor, labels: Tensor) -> Tensor:
     results = np.zeros((len(found), 20), bool)
     for place in np.unique(found[:, 0]):
         rows, boxes = (slice(*part[:, 0].searchsorted((place, place + 1))) for part in (found, true))
-        _match_image(found[rows], true[boxes][::-1], results[rows])  # of equal IoUs, COCO takes the last
+        _match_image(found[rows], true[boxes][::-1], results[rows])  # among equal IoUs, COCO takes the last
     table = np.stack([found[:, 6], found[:, 5], results @ BITS], 1)[~results[:, 10:].all(1)]
     return torch.from_numpy(table).to(detections.device, torch.float32)
 

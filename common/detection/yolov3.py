@@ -1,6 +1,6 @@
 """YOLOv3 (Redmon & Farhadi 2018, arXiv:1804.02767): the network, its loss, its detections and the authors' files.
 
-A label is a row (image's index in the batch, class, x1, y1, x2, y2), in pixels; a class below 0: region to ignore.
+A label is a row (image's index in the batch, class, x1, y1, x2, y2), in pixels; class < 0 marks a region to ignore.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -185,7 +185,7 @@ def detect(outputs: Outputs, threshold: float = 0.01, most: int = 100) -> Tensor
     predictions, places = _flatten(outputs)
     best, classes = predictions[..., 5:].max(2)
     scores, order = (predictions[..., 4].sigmoid() * best.sigmoid()).sort(dim=1, descending=True, stable=True)
-    image, rank = (scores[:, :1000] > threshold).nonzero(as_tuple=True)  # 1,000 per image limit the work below
+    image, rank = (scores[:, :1000] > threshold).nonzero(as_tuple=True)  # at most 1,000 per image, to limit the work
     place = order[image, rank]
     boxes = _decode(predictions[image, place], places[place]).clamp(0, outputs[0][0].shape[1] * STRIDES[0])
     rows = torch.cat([image[:, None], boxes, scores[image, rank, None], classes[image, place, None]], 1)
@@ -250,10 +250,10 @@ def save_weights(model: YOLOv3, path: str) -> None:
 
 
 def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable[[int], float]:
-    """Return the learning-rate factor by epoch (from 0): a closed form makes resumes exact.
+    """Return the learning-rate factor by epoch, from 0. Its closed form makes resumes exact.
 
-    It rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" falls to `lrf` in two equal factors, at
-    80 % and 90 % of the epochs. With `lrf` 0.01, each factor is 0.1, as in the authors' cfg.
+    It rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies it by `lrf` ** 0.5 at 80 %
+    and 90 % of the epochs. With `lrf` 0.01, this factor is 0.1, as in the authors' cfg.
     """
     cosine = models.cosine(epochs, lrf)
     rate = {"cosine": cosine, "step": lambda n: lrf ** (((n >= 0.8 * epochs) + (n >= 0.9 * epochs)) / 2)}[name]
@@ -273,7 +273,7 @@ def main() -> None:
             model.load_state_dict(tensors)
             save_weights(model, args.file)
             return print("anchors =", ", ".join(f"{x:.1f},{y:.1f}" for x, y in model.anchors.tolist()))
-    raise UsageError(f"CHECKPOINT {args.checkpoint}: not of a detector")
+    raise UsageError(f"CHECKPOINT {args.checkpoint}: not a checkpoint of a detector")
 
 
 if __name__ == "__main__":

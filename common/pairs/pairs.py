@@ -118,7 +118,7 @@ class Rest:
 
 
 class Ring:
-    """Shared memory that `workers` reader processes fill with batches, `uint8` (2, N, 3, crop, crop), again and again.
+    """Shared memory that `workers` reader processes reuse for each batch, `uint8` (2, N, 3, crop, crop).
 
     Allocating memory for each batch would add about a fifth to the decoding time. A worker fills its slots in turn. It
     is at most two batches (DataLoader's `prefetch_factor`) ahead of the batch that the main process received last. So

@@ -89,7 +89,7 @@ class Shards:
                 continue
             count, pair = 0, None
             for sample in _samples(shard.url):
-                if count < end:  # yield the last pair only after the check below: no reader continues after it
+                if count < end:  # yield the last pair after the check below, which would not run otherwise
                     if pair:
                         yield pair
                     pair = [_file(shard.url, sample, name) for name in self.names] if begin <= count else None

@@ -124,8 +124,8 @@ class Call:
 
 
 @pytest.mark.parametrize(("metadata", "message"), [
-    (None, r"no whole checkpoint: \.metadata is missing"), (b"", "torn"), (b"\x80\x04\x95\xff", "torn|more than"),
-    (pickle.dumps(Call()), r"rejected: .* \(builtins\.print\)"), (pickle.dumps([1]), "torn or not from")])
+    (None, r"incomplete: \.metadata is missing"), (b"", "incomplete"), (b"\x80\x04\x95\xff", "incomplete|more than"),
+    (pickle.dumps(Call()), r"rejected: .* \(builtins\.print\)"), (pickle.dumps([1]), "incomplete or not from")])
 def test_a_folder_that_is_torn_or_unsafe_is_named(tmp_path, capsys, metadata, message):
     with pytest.raises(UsageError, match=message):
         folders.check(make_folder(tmp_path / "step-0000001", metadata))

@@ -168,7 +168,7 @@ def test_a_checkpoint_becomes_a_file_of_the_authors(tmp_path, monkeypatch, capsy
     with pytest.raises(UsageError, match="nowhere/file.weights: No such file"):
         yolov3.save_weights(model, tmp_path / "nowhere" / "file.weights")
     torch.save({"model": {}}, tmp_path / "last.pt")
-    with pytest.raises(UsageError, match="last.pt: not of a detector"):
+    with pytest.raises(UsageError, match="last.pt: not a checkpoint of a detector"):
         yolov3.main()
 
 
