@@ -25,7 +25,6 @@ import torch
 import torch.multiprocessing as mp
 from PIL import Image
 from torch.utils.data import DataLoader
-from torchvision.io import ImageReadMode, decode_image, write_jpeg
 from torchvision.transforms import v2
 
 import loader
@@ -33,6 +32,7 @@ import loader_streaming
 from benchmarks import measure
 from benchmarks.tables import RESULTS, around, ratio, save, spread, table
 from common import cli, devices, endings, launch
+from common.images import decode_image
 from common.pairs import pairs, tars
 
 
@@ -56,7 +56,7 @@ RATIOS = [("loader.py", "bare loop"), ("loader.py", "PIL loader"), ("loader_stre
           ("loader_DALI", "loader.py"), ("loader_DALI", "bare loop")]
 WANTED = {("loader.py", "bare loop"): 0.97, ("loader.py", "PIL loader"): 2.0}  # in the first task
 CORES = launch.cores_per_process()
-LIBRARIES = ("torchvision", "pillow", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
+LIBRARIES = ("torchvision", "torchcodec", "pillow", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
 
 
 def make_files(folder: Path, count: int, width: int, height: int) -> None:
@@ -68,7 +68,7 @@ def make_files(folder: Path, count: int, width: int, height: int) -> None:
             (folder / "train" / side).mkdir(parents=True, exist_ok=True)
             for copy in range(number, count, 48):
                 path = folder / "train" / side / f"{copy:04}.jpg"
-                write_jpeg((image * 255).round().to(torch.uint8), str(path), quality=92)
+                v2.functional.to_pil_image((image * 255).round().to(torch.uint8)).save(path, quality=92)
     tars.write_shards(pairs.find_pairs(folder, "train", "img", "gt"), folder / "shards", "train", PER_SHARD)
 
 
@@ -88,7 +88,7 @@ def bare_work(pair_list: list, task: Task) -> int:
         for place, paths in enumerate(chosen):
             draws = torch.rand(4).tolist()
             for side, path in enumerate(paths):
-                image = decode_image(path, mode=ImageReadMode.RGB)
+                image = decode_image(torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8))
                 if task.resize:
                     image = v2.functional.resize(image, [task.resize], antialias=True)
                 top, left = (int(draw * (size - task.crop + 1)) for draw, size in zip(draws[:2], image.shape[1:]))

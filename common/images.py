@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from .errors import ProcessError, UsageError, reason
@@ -20,6 +19,26 @@ MAX_PIXELS = 100_000_000
 FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # of a complete JPEG and of a complete PNG
 ORIENTATION = 0x0112  # the EXIF tag
 FLIPS = ((), (2,), (1, 2), (1,))  # axes, for the orientations 1 to 4; from 5 to 8, the same after a transpose
+
+
+def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
+    """Return the image that `encoded`, `uint8` (size,), holds: `uint8` (3, H, W), upright, with 16 bits scaled to 8.
+
+    torchvision 0.29 deprecates its decoders, and a later version will remove them. Their successors are torchcodec's:
+    https://github.com/pytorch/vision/pull/9609
+    """
+    from torchvision.io import ImageReadMode, decode_image
+
+    pixels = decode_image(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+    if pixels.dtype == torch.uint16:
+        pixels = pixels.float().div_(257).round_().to(torch.uint8)  # 65535 / 257 = 255
+    return pixels
+
+
+try:
+    from torchcodec.decoders import decode_image  # the same pixels, equally fast
+except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, or not built for this torch
+    decode_image = decode_with_torchvision
 
 
 def find_files(folder: str | os.PathLike[str]) -> list[str]:
@@ -96,12 +115,9 @@ def orientation(encoded: np.ndarray, image: Image.Image) -> int:
 
 def _decode(path: str | os.PathLike[str], encoded: np.ndarray, image: Image.Image) -> torch.Tensor:
     with _errors_name(path):
-        if image.format in ("GIF", "WEBP"):  # torchvision rejects animated WebP and ignores its EXIF orientation
+        if image.format in ("GIF", "WEBP"):  # of an animation, PIL returns the first picture
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
-        pixels = decode_image(torch.from_numpy(encoded), mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    if pixels.dtype == torch.uint16:
-        pixels = pixels.float().div_(257).round_().to(torch.uint8)  # 65535 / 257 = 255
-    return pixels
+        return decode_image(torch.from_numpy(encoded))
 
 
 def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np.ndarray, Image.Image]:

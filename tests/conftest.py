@@ -339,7 +339,7 @@ def broken_photo(photos, tmp_path):
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory):
     """Return a folder with a dataset of `lines`: 24 images to train, 7 to validate; every third one has no box."""
-    from torchvision.io import write_png
+    from torchvision.transforms.v2.functional import to_pil_image
 
     from common.detection import data
 
@@ -348,7 +348,7 @@ def scenes(tmp_path_factory):
         lines = []
         for index in range(count):
             image, labels = dataset[index]
-            write_png(image, str(folder / f"{name}{index}.png"))
+            to_pil_image(image).save(folder / f"{name}{index}.png")
             boxes = [f"{x:g},{y:g},{right:g},{bottom:g},{kind:g}" for _, kind, x, y, right, bottom in labels.tolist()]
             lines.append(" ".join([f"{name}{index}.png", *(boxes if index % 3 else [])]))
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")

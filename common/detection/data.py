@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchvision.io import write_png
 from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes
 from torchvision.utils import draw_bounding_boxes, make_grid
@@ -332,6 +331,6 @@ def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Ten
             image, own[:, 2:6], texts, colors, width=2, label_colors="black", fill_labels=True) if texts else image)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_png(make_grid(pictures, nrow=4), str(path))
-    except (OSError, RuntimeError) as error:
+        v2.functional.to_pil_image(make_grid(pictures, nrow=4)).save(path, "PNG")
+    except OSError as error:
         raise ProcessError(f"{path}: cannot be written ({reason(error)})") from None

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from torch.utils.data import get_worker_info
-from torchvision.io import write_jpeg, write_png
+from torchvision.transforms.v2.functional import to_pil_image
 from torchvision.utils import make_grid
 
 from ..errors import ProcessError, UsageError, reason
@@ -169,8 +169,8 @@ def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) 
     grid = make_grid(torch.cat([images[:count], targets[:count]]).cpu(), nrow=count)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_png(((grid + 1) * 127.5).round().clamp(0, 255).to(torch.uint8), str(path))
-    except (OSError, RuntimeError) as error:
+        to_pil_image(((grid + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)).save(path, "PNG")
+    except OSError as error:
         raise UsageError(f"--preview {path}: cannot be written ({reason(error)})") from None
 
 
@@ -196,7 +196,7 @@ def make_samples(folder: str | Path) -> None:
                 for side, image in (("gt", sharp), ("img", motion_blur(sharp, generator))):
                     path = draft / ("train" if number < 29 else "test") / side / "abc"[number % 3] / f"{number:02}.jpg"
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    write_jpeg((image * 255).round().to(torch.uint8), str(path), quality=92)
+                    to_pil_image((image * 255).round().to(torch.uint8)).save(path, quality=92)
             torch.set_num_threads(threads)
             os.replace(draft, folder)
     except OSError as error:

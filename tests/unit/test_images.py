@@ -14,7 +14,7 @@ from torchvision.transforms.v2.functional import resize
 
 from common.datasets import FolderDataset, create_datasets
 from common.errors import ProcessError, UsageError
-from common.images import decode, decode_reduced, find_files
+from common.images import decode, decode_reduced, decode_with_torchvision, find_files
 from common.pairs import pairs
 
 Y, X = np.mgrid[0:90, 0:120]
@@ -71,8 +71,15 @@ KINDS = {  # name: how to write it
 DEEP_KINDS = {"grey": (0, [0]), "colour": (2, [0, 1, 2]), "grey with alpha": (4, [0, 3]), "alpha": (6, [0, 1, 2, 3])}
 
 
+@pytest.fixture(params=["as imported", "torchvision"])
+def decoder(request, monkeypatch):
+    """Decode with torchcodec, if it is installed, and with torchvision, as where it is not."""
+    if request.param == "torchvision":
+        monkeypatch.setattr("common.images.decode_image", decode_with_torchvision)
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_pixels_are_those_of_pil(tmp_path, name):
+def test_pixels_are_those_of_pil(tmp_path, name, decoder):
     path = tmp_path / name
     KINDS[name](path)
     with Image.open(path) as image:
@@ -145,7 +152,7 @@ def test_only_a_usual_jpeg_is_reduced(tmp_path, name):
 
 
 @pytest.mark.parametrize("damage", ["cut", "a table"])
-def test_a_damaged_jpeg_is_named_at_any_scale(damage):
+def test_a_damaged_jpeg_is_named_at_any_scale(damage, decoder):
     content = bytearray(large_jpeg(496, 336))
     if damage == "cut":
         del content[-2:]
@@ -161,7 +168,7 @@ def test_a_damaged_jpeg_is_named_at_any_scale(damage):
 
 
 @pytest.mark.parametrize("kind", DEEP_KINDS)
-def test_16_bits_are_scaled_to_8(tmp_path, kind):
+def test_16_bits_are_scaled_to_8(tmp_path, kind, decoder):
     colour_type, channels = DEEP_KINDS[kind]
     write_png(tmp_path / "deep.png", (120, 90), colour_type, DEEP[..., channels])
     expected = np.rint(DEEP[..., [0, 0, 0] if "grey" in kind else [0, 1, 2]] / 257)
@@ -266,7 +273,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_image_is_named_in_one_line(tmp_path, name):
+def test_what_is_no_image_is_named_in_one_line(tmp_path, name, decoder):
     path, source = tmp_path / name, tmp_path / "source"
     COLOR.save(source, {"cut.jpg": "JPEG", "cut.webp": "WEBP", "cut GIF.jpg": "GIF"}.get(name, "PNG"))
     BAD[name](path, source)
