@@ -68,6 +68,16 @@ EXPLAINED = {
     r"\[W\d+ .*\.cpp:\d+\] Warning: ": "torch's C++, such as that --find-unused-parameters has found none",
 }
 
+# Where a test launches a script in STRICT, all other warnings are errors if TESTS_WARNINGS=error, as in .ci/run
+ALLOWED = {
+    "ignore::ResourceWarning": "a run keeps the lock of its --output-dir open until it ends: common/checkpoint.py",
+    "ignore:The module torch.distributed.launch is deprecated:FutureWarning": "it starts what torchrun starts",
+    "ignore:The image decoding and encoding:DeprecationWarning": "torchvision's; common/images.py prefers torchcodec",
+    "ignore:FSDP2-wrapped module:UserWarning": "train_TP.py: split layers return views; nothing changes them in place",
+}
+WARNINGS = {"PYTHONWARNINGS": ",".join(["error", *ALLOWED])}  # inherited by a launcher's processes and their workers
+STRICT = WARNINGS if os.environ.get("TESTS_WARNINGS") == "error" else {}
+
 # A shell starts a background job with Ctrl-C ignored, and its children inherit that: tests send it
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -89,7 +99,7 @@ RUNS = {script: [*command(script), *SAME] for script in SCRIPTS} | {
 
 def precision(name, folder=None):
     """Return the environment in which a command of RUNS computes in float64; train_amp.py has its own precision."""
-    return {} if name == "train_amp.py" else float64(folder) if folder else FLOAT64
+    return STRICT | ({} if name == "train_amp.py" else float64(folder) if folder else FLOAT64)
 
 
 def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300, quiet=True):

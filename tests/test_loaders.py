@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FROM_ROOT, LAUNCH, PROGRAMS, PYTHON, ROOT, TORCHRUN, good, run
+from conftest import FROM_ROOT, LAUNCH, PROGRAMS, PYTHON, ROOT, STRICT, TORCHRUN, good, run
 from live import Live, alive
 from PIL import Image, ImageOps
 
@@ -416,7 +416,7 @@ def test_a_bad_file_ends_a_launch_in_one_line(tmp_path, script):
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
     """As README has it, two processes with loader.py; and each on its own with loader_DALI.py."""
-    size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24"}  # the terminal that `run` opens has none
+    size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24", **STRICT}  # the terminal that `run` opens has none
     launcher, split = ([*LAUNCH, "--nproc_per_node=2"], "train") if script == "loader" else ([PYTHON], "test")
     command = [*launcher, ROOT / f"{script}.py", "--split", split, "--workers", "1", "--preview", "out/pairs.png",
                "--epochs", "3", "--device", "cpu"]

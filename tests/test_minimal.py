@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, distance, good, load, replace_lines, run, same
+from conftest import LAUNCH, PYTHON, ROOT, STRICT, TORCHRUN, distance, good, load, replace_lines, run, same
 from torch import nn
 
 BASELINE, DDP = ROOT / "minimal/train.py", ROOT / "minimal/train_DDP.py"
@@ -40,7 +40,7 @@ def trained(tmp_path_factory, environment):
     def get(name):
         if name not in done:
             folder = tmp_path_factory.mktemp("minimal")
-            out = good(run(*COMMANDS[name], cwd=folder, env=environment)).out
+            out = good(run(*COMMANDS[name], cwd=folder, env=environment | STRICT)).out
             done[name] = folder, [line for line in out.splitlines() if line.startswith("epoch")]
         return done[name]
 

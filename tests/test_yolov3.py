@@ -3,7 +3,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import FLOAT64, ROOT, command, copy_out, distance, epochs, good, load, run, same
+from conftest import FLOAT64, ROOT, STRICT, command, copy_out, distance, epochs, good, load, run, same
 
 from common.images import decode
 
@@ -19,7 +19,7 @@ def trained(scenes, once):
     def get(name):
         return once(f"detector {name}", lambda folder: run(
             *command(*STARTS[name]), *OPTIONS, "--data-path", scenes, "--output-dir", folder,
-            env={} if "amp" in name else FLOAT64))
+            env=STRICT | ({} if "amp" in name else FLOAT64)))
 
     return get
 
