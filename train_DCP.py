@@ -5,7 +5,9 @@
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_DCP.py
     srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_DCP.py
 
-Parent: train_FSDP.py
+It also saves within an epoch, and on SIGTERM or SIGUSR1, as train_elastic.py does.
+
+Parents: train_FSDP.py, train_elastic.py
 """
 import atexit
 import time
@@ -14,11 +16,18 @@ import time
 import os
 from datetime import timedelta
 
+# new # elastic
+import sys
+from itertools import islice
+
 # new # DDP
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # FSDP
 from common import shards
+
+# new # elastic
+from common import signals
 
 # new # DCP
 from common import folders
@@ -82,7 +91,26 @@ def parse_args():
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
+    # new # elastic
+    parser.add_argument("--snapshot-every", type=cli.positive_int, default=100, help="save every N steps")
+
     return parser.parse_args()
+
+
+# new # elastic: can start within an epoch without changing its order
+class ResumableSampler(DistributedSampler):
+    first = 0
+
+    def __iter__(self):
+        return islice(super().__iter__(), self.first, None)
+
+
+# new # DCP: copy the shards now, write them while training continues; .metadata commits them
+def save(folder, steps, state, group, saving, **values):
+    folders.wait(saving)
+    folders.prune(folder)
+    path, tensors = folders.create(folder, steps, state, **values)
+    return dcp.async_save(tensors, checkpoint_id=path, process_group=group)
 
 
 @torch.no_grad()
@@ -130,6 +158,12 @@ def main(args):
     devices.set_deterministic(args.deterministic, device)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
+    # new # elastic: a signal sets a flag; the loop stops once all processes know of it
+    stop = signals.note_signals("SIGTERM", "SIGUSR1")
+
+    # new # DCP: saving uses a separate group, on the CPU: its messages must not mix with those of training
+    group, saving = dist.new_group(backend="gloo"), None
+
     # yours: the data; the loader drops an incomplete last batch, different samples each epoch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
@@ -137,9 +171,15 @@ def main(args):
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
-    sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+
+    # new # elastic
+    sampler = ResumableSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
+
+    # new # elastic: loader workers ignore the scheduler's signals; this process handles them
+    options = [of_set | {"worker_init_fn": signals.shield_worker} for of_set in options]
+
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
     # new # FSDP: a forward pass gathers weights, so every rank must take part in each
@@ -181,11 +221,20 @@ def main(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
+    # new # elastic: the position within the epoch, if the checkpoint is a snapshot
+    order = f"--batch-size {args.batch_size} --seed {args.seed}"
+    progress = {"step": 0, "train_loss": 0.0, "order": order}
+
     # new # DCP: from a file, or from the newest complete folder, written by any number of processes
-    start_epoch, best_score = folders.resume(args.resume, folder, state, dcp.load)
+    start_epoch, best_score = folders.resume(args.resume, folder, state, progress, dcp.load)
+
+    if progress["order"] != order:
+        raise errors.UsageError(f"--resume: this epoch began with {progress['order']}; use it, not {order}")
 
     if args.evaluate:
-        if not args.weights and start_epoch == 1:
+        # new # elastic: a snapshot from the first epoch also counts as loaded weights
+        if not args.weights and start_epoch == 1 and not progress["step"]:
+
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
 
@@ -204,9 +253,8 @@ def main(args):
     # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
-    # new # DCP: saving uses a separate group, on the CPU: its messages must not mix with those of training
-    group, saving = dist.new_group(backend="gloo"), None
-    folders.reject_newer(folder, (start_epoch - 1) * len(train_loader))
+    # new # DCP: prune() would keep a newer folder, of another run
+    folders.reject_newer(folder, (start_epoch - 1) * len(train_loader) + progress["step"])
 
     for epoch in range(start_epoch, args.epochs + 1):
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -216,14 +264,26 @@ def main(args):
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
+        # new # elastic: skip the finished steps of this epoch without reading their samples
+        first_step, progress["step"] = progress["step"], 0
+        step, train_loss = first_step, progress["train_loss"]
+        sampler.first = first_step * local_batch_size
+
         model.train()
-        loss_sum = torch.zeros((), device=device)
+
+        # new # elastic: continue the epoch's sum
+        loss_sum = torch.full((), train_loss * first_step, device=device)
+
         start = time.perf_counter()
 
         # new # DDP: only one process shows a bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
-        for step, batch in enumerate(bar, 1):
+        # new # elastic: steps count from the start of the epoch; dropout depends on the step
+        bar.update(first_step)
+        for step, batch in enumerate(bar, first_step + 1):
+            torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
+
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
@@ -240,14 +300,41 @@ def main(args):
             loss_sum += loss.detach()
 
             # Reading the loss waits for the device: do it only every --log-every steps
-            if step % args.log_every and step < len(train_loader):
+
+            # new # elastic: or when a snapshot is due
+            if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
+
                 continue
 
-            # new # DDP: all processes get the same value, so either all stop or none do
-            train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
+            # new # elastic: one reduction carries the loss and tells all processes of a signal
+            sums = torch.stack([loss_sum, torch.tensor(float(stop.is_set()), device=device)])
+            loss_total, stopping = reduce.reduce_sum(sums).tolist()
+            train_loss = loss_total / world_size / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
+
+            # new # elastic: copy the weights now, write them while training continues
+            if stopping or step % args.snapshot_every == 0:
+                norm = torch.nn.utils.get_total_norm(model.parameters()).item()
+                errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
+                values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss, "order": order}
+
+                # new # DCP: the shards, into a folder named by the steps of all epochs
+                done = (epoch - 1) * len(train_loader) + step
+                values |= {"score": best_score, "best_score": best_score}
+                saving = save(folder, done, state, group, saving, **values)
+
+            # new # elastic: wait for the save: if one rank exits, the launcher kills the rest
+            if stopping:
+
+                # new # DCP
+                folders.wait(saving)
+
+                dist.barrier()
+                if reduce.is_main_process():
+                    print(f"epoch {epoch}, step {step}: stopped by a signal and saved; use --resume auto")
+                return signals.stopped()
 
         seconds = time.perf_counter() - start
 
@@ -264,13 +351,8 @@ def main(args):
 
         # new # DCP: prune() keeps the folder with the best score
         best_score = max(best_score, score)
-
-        # new # DCP: copy the shards now, write them while training continues; .metadata commits them
-        folders.wait(saving)
-        folders.prune(folder)
-        path, tensors = folders.create(
-            folder, epoch * len(train_loader), state, epoch=epoch, score=score, best_score=best_score)
-        saving = dcp.async_save(tensors, checkpoint_id=path, process_group=group)
+        values = {"epoch": epoch, "score": score, "best_score": best_score}
+        saving = save(folder, epoch * len(train_loader), state, group, saving, **values)
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():
@@ -278,7 +360,9 @@ def main(args):
 
         # new # DCP: no file holds the whole model
 
-        speed = len(train_loader) * args.batch_size / seconds
+        # new # elastic: only the steps of this run
+        speed = (len(train_loader) - first_step) * args.batch_size / seconds
+
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
         for name, value in scalars.items():
@@ -312,7 +396,11 @@ if __name__ == "__main__":
         # new # DDP
         join_group(args)
 
-        main(args)
+        # new # elastic: exit code 85 tells a batch script to requeue the job
+        code = main(args)
 
         # new # DDP: only after success: after a failure, this could wait forever for other ranks
         dist.destroy_process_group()
+
+        # new # elastic
+        sys.exit(code)

@@ -93,7 +93,8 @@ def report_errors() -> Iterator[None]:
     try:
         yield
         codes += _when_done
-    except SystemExit:  # --help, or train_elastic.py after a signal
+    except SystemExit as end:  # --help, or the exit code of a script with snapshots
+        codes += [int(end.code or 0)] if _when_done else []
         raise
     except BaseException as error:
         codes.append(1)

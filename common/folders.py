@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: one folder per step, with a file for each process.
+"""Checkpoints of torch.distributed.checkpoint: one folder per checkpoint, with a file for each process.
 
 torch writes `.metadata` last: a folder without it is incomplete. That file is a pickle, which torch loads without
 restrictions. So this module checks every folder first: `.metadata` may name only the classes below, and all entries
@@ -49,12 +49,15 @@ def _member(kind: Any, name: str) -> enum.Enum:
     return kind[name]
 
 
-def create(output_dir: Path, step: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Create a folder for this step; return it and the tensors for async_save. All processes must call this.
+def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Create a folder after `steps` steps; return it and this process's tensors for async_save.
 
-    Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in `state`.
+    Its name is `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER` otherwise.
+    Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in `state`. Only rank 0
+    saves tensors that are not sharded, because BatchNorm's statistics differ between processes within an epoch. All
+    processes must call this.
     """
-    path = output_dir / f"step-{step:07}"
+    path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))
     plain = [[key, value] for key, value in flat.items() if not isinstance(value, torch.Tensor)]
     if is_main_process():
@@ -65,7 +68,8 @@ def create(output_dir: Path, step: int, state: dict[str, Any], **values: Any) ->
         except OSError as error:
             raise ProcessError(f"cannot save {path}: {reason(error)}; earlier folders are intact") from None
     dist.barrier()
-    return path, {"/".join(map(str, key)): value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    return path, {"/".join(map(str, key)): value for key, value in flat.items() if shards.is_sharded(value)
+                  or isinstance(value, torch.Tensor) and is_main_process()}
 
 
 def wait(saving: Any) -> None:
@@ -81,34 +85,46 @@ def wait(saving: Any) -> None:
         raise ProcessError(f"cannot save: {causes}; earlier folders are intact") from None
 
 
+def all_folders(output_dir: Path) -> list[Path]:
+    """Return the folders, oldest first; a snapshot after an epoch's last step comes before the epoch's folder."""
+    found = [path for path in output_dir.glob("s*-*") if re.fullmatch(r"(snapshot|step)-\d+", path.name)]
+    return sorted(found, key=lambda path: (steps_of(path), path.name))
+
+
 def whole_folders(output_dir: Path) -> list[Path]:
     """Return the committed folders, oldest first."""
-    found = [path.parent for path in output_dir.glob("step-*/.metadata") if re.search(r"-\d+$", path.parent.name)]
-    return sorted(found, key=_step)
+    return [path for path in all_folders(output_dir) if (path / ".metadata").exists()]
 
 
-def _step(path: Path) -> int:
+def steps_of(path: Path) -> int:
+    """Return the number of steps in a folder's name."""
     return int(path.name.rpartition("-")[2])
 
 
-def reject_newer(output_dir: Path, step: int) -> None:
-    """Raise UsageError if a complete folder is newer than `step`, where this run starts.
+def reject_newer(output_dir: Path, steps: int) -> None:
+    """Raise UsageError if a complete folder has more than `steps` steps, where this run starts.
 
     prune() would keep that folder instead of one from this run. Such a folder comes from another run, or this run
     returns to an older checkpoint or has a larger batch.
     """
-    if (found := whole_folders(output_dir)) and _step(found[-1]) > step:
-        raise UsageError(f"--output-dir {output_dir}: holds {found[-1].name}, newer than step {step}, where this run "
+    if (found := whole_folders(output_dir)) and steps_of(found[-1]) > steps:
+        raise UsageError(f"--output-dir {output_dir}: holds {found[-1].name}, newer than step {steps}, where this run "
                          "starts; pass --resume auto, or choose another folder")
 
 
 def prune(output_dir: Path) -> None:
-    """On rank 0, delete all committed folders except the newest two and the one with the highest score."""
+    """On rank 0, delete all folders older than the newest two committed ones, except that of the best epoch."""
     found = whole_folders(output_dir) if is_main_process() else []
-    scores = {path: dict((key[0], value) for key, value in _values(path) if len(key) == 1)["score"] for path in found}
-    for path in found[:-2]:
-        if path != max(found, key=lambda other: scores[other]):
-            (path / ".metadata").unlink()  # first, so that the remains of a deletion never count as a checkpoint
+    if len(found) < 3:
+        return
+    scores = {path: dict((key[0], value) for key, value in _values(path) if len(key) == 1)["score"] for path in found
+              if path.name.startswith("step-")}  # a snapshot has no score
+    best = max(scores, key=lambda path: scores[path], default=None)
+    everything = all_folders(output_dir)
+    for path in everything[:everything.index(found[-2])]:
+        if path != best:
+            # first, so that the remains of a deletion never count as a checkpoint
+            (path / ".metadata").unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -137,7 +153,8 @@ def check(path: Path) -> dict[str, torch.Tensor]:
         raise UsageError(f"--resume {path}: incomplete or not from torch.distributed.checkpoint ({error!r})") from None
 
 
-def resume(path: str | None, output_dir: Path, state: dict[str, Any], load: Any) -> tuple[int, float]:
+def resume(path: str | None, output_dir: Path, state: dict[str, Any], progress: dict[str, Any],
+           load: Any) -> tuple[int, float]:
     """Like checkpoint.resume(); `path` may also be a folder, which `load` (dcp.load) reads.
 
     "auto" is the newest committed folder.
@@ -148,7 +165,7 @@ def resume(path: str | None, output_dir: Path, state: dict[str, Any], load: Any)
     def open_(path: str | Path) -> dict[str, Any]:
         return read(Path(path), state, load) if Path(path).is_dir() else checkpoint.load_file("--resume", path)
 
-    return checkpoint.resume(path, output_dir, state, take=shards.take, read=open_)
+    return checkpoint.resume(path, output_dir, state, progress, take=shards.take, read=open_)
 
 
 def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:

@@ -7,10 +7,14 @@ Each script first runs undisturbed. Then the tool kills a second run again and a
 until it completes. After every kill, all processes of the launch must end by themselves. last.pt must be complete, must
 not go back and must include every reported epoch; the next start must resume from it. In the end, last.pt and best.pt
 must be bit-identical to those of the undisturbed run, including the optimizer state.
+
+train_DCP.py writes folders in the background. A kill may lose the one that is being written, but not the one before it,
+which is at most --snapshot-every steps older.
 """
 import argparse
 import collections
 import contextlib
+import json
 import os
 import random
 import re
@@ -24,11 +28,13 @@ from conftest import ROOT, command, load, same
 from conftest import SCRIPTS as ALL
 from live import Live
 
+from common import folders
+
 EPOCHS = 6
-SCRIPTS = [script for script in ALL if script != "train_DCP.py"]  # it has no last.pt: tests/drills/test_layouts.py
+STEPS, EVERY = 14, 5  # in an epoch of train_DCP.py, and between its snapshots
 ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
 SPECIAL = {"train_amp.py": ["--batch-size", 480]}  # bf16 is slow on most CPUs
-COMMANDS = {script: [*command(script), *ARGUMENTS, *SPECIAL.get(script, [])] for script in SCRIPTS}
+COMMANDS = {script: [*command(script), *ARGUMENTS, *SPECIAL.get(script, [])] for script in ALL}
 
 
 class Lost(AssertionError):
@@ -40,19 +46,27 @@ def check(holds: bool, what: str, live: Live) -> None:
         raise Lost(f"{what}\n{live.said()}")
 
 
-def position(path: Path) -> tuple[int, int]:
-    """Return the progress of the checkpoint at `path`, as (epochs done, steps of the next); (0, 0) without one."""
-    if not path.exists():
-        return 0, 0
-    content = load(path)
+def position(folder: Path) -> tuple[int, int]:
+    """Return the progress of the newest checkpoint in `folder`, as (epochs done, steps of the next), else (0, 0)."""
+    if whole := folders.whole_folders(folder):
+        folders.check(whole[-1])
+        content = {keys[0]: value for keys, value in json.loads((whole[-1] / "values.json").read_text())}
+    else:
+        content = load(folder / "last.pt") if (folder / "last.pt").exists() else {"epoch": 0}
     return content["epoch"], content.get("step", 0)
+
+
+def begun(folder: Path) -> set[str]:
+    """Return the names of the files and folders that are being written, or were when a run was killed."""
+    return {path.name for path in [*folder.glob(".*.tmp"), *folders.all_folders(folder)]} - {
+        path.name for path in folders.whole_folders(folder)}
 
 
 def wait_for_save(live: Live, folder: Path, skip: int) -> None:
     """Skip `skip` saves and return during the next one, or when the run has ended."""
-    before: set[str] = set()
+    before = begun(folder)
     while live.process.poll() is None:
-        now = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")}
+        now = begun(folder)
         skip -= len(now - before)
         if skip < 0:
             return
@@ -62,7 +76,7 @@ def wait_for_save(live: Live, folder: Path, skip: int) -> None:
 def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[str, str] | None:
     """Start a run and kill one of its processes; return what was killed and when, or None if the run finished first."""
     arguments = [*command, "--output-dir", folder]
-    before = position(folder / "last.pt")
+    before, left = position(folder), begun(folder)
     with Live(*arguments) as live:
         plan = chance.choice(["start-up", "any moment", "any moment", "in a save", "in a save"])
         if plan == "in a save":
@@ -82,9 +96,9 @@ def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[s
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
             who = "nobody: it had just ended"
-        torn = [entry.name for entry in os.scandir(folder) if entry.name.endswith(".tmp")]
+        torn = begun(folder) - left
         code = live.end(40)
-        after = position(folder / "last.pt")
+        after = position(folder)
         done = [int(line.split("/")[0].split()[1]) for line in live.out if line.startswith("epoch")
                 and "/" in line.split("  ")[0]]
         resumed = [line for line in live.out if line.startswith("resume")]
@@ -92,8 +106,12 @@ def one_life(command: list[str], folder: Path, chance: random.Random) -> tuple[s
             [(steps, epoch)] = re.findall(r"(?:(\d+) steps of )?epoch (\d+) (?:is|are) done", resumed[0])
             start = (int(epoch) - 1, int(steps)) if steps else (int(epoch), 0)
             check(start == before, f"resumed from {start}, but {before} was saved", live)
-        check(after >= before, f"last.pt went back from {before} to {after}", live)
-        check(not done or after[0] >= done[-1], f"epoch {done[-1:]} was reported, and last.pt holds {after}", live)
+        check(after >= before, f"the newest checkpoint went back from {before} to {after}", live)
+        if "train_DCP.py" in command:
+            reached = max([0, *(epoch * STEPS for epoch in done), *map(folders.steps_of, folders.all_folders(folder))])
+            check(after[0] * STEPS + after[1] >= reached - EVERY, f"at step {reached}, {after} was the newest", live)
+        else:
+            check(not done or after[0] >= done[-1], f"epoch {done[-1:]} was reported, and last.pt holds {after}", live)
         if code == 0:  # the killed process was no longer needed
             return None
     return who, "in a save" if torn else plan.replace("in a save", "any moment")
@@ -114,14 +132,17 @@ def disturb(script: str, kills: int, seed: int) -> tuple[collections.Counter[tup
             runs += 1
             disturbed = Path(folder, f"disturbed{runs}")
             disturbed.mkdir()
-            while position(disturbed / "last.pt")[0] < EPOCHS:
+            while position(disturbed)[0] < EPOCHS:
                 if done.total() < kills:
                     killed = one_life(command, disturbed, chance)
                     done.update([killed] if killed else [])
                     continue
                 with Live(*[str(disturbed) if part == whole else part for part in arguments]) as live:
                     check(live.end(300) == 0, "the last start failed", live)
-            for name in ("last.pt", "best.pt"):
+            for place in (whole, disturbed):
+                for newest in folders.whole_folders(place)[-1:]:
+                    folders.main(newest, place / "last.pt")
+            for name in ("last.pt", "best.pt") if (whole / "best.pt").exists() else ["last.pt"]:
                 if not same(load(whole / name), load(disturbed / name)):
                     raise Lost(f"{script}: {name} differs from the undisturbed run's")
     return done, runs

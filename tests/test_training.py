@@ -11,6 +11,7 @@ from conftest import FLOAT64, PYTHON, RUNS, SAME, distance, epochs, good, load, 
 from live import Live, ours
 
 import verify
+from common import folders
 
 # A new script is here without being named. Not exact by its idea: train_amp.py, see test_precision.py
 EXACT = [name for name in RUNS if name not in ("train.py", "train_amp.py")]
@@ -65,22 +66,27 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path):
     assert not (tmp_path / "epoch-002.pt").exists()  # the second epoch was not repeated
 
 
-def test_a_stopped_run_resumes_within_its_epoch(runs, tmp_path):
+@pytest.mark.parametrize(("script", "start"), [("train_elastic.py", "epoch-002.pt"), ("train_DCP.py", "step-0000028")])
+def test_a_stopped_run_resumes_within_its_epoch(runs, tmp_path, script, start):
     """Two signals to one of two processes; the next command reaches the same bits: no sample is lost or read twice."""
-    folder, whole = runs("train_elastic.py")
-    command = [*RUNS["train_elastic.py"], "--output-dir", tmp_path, "--resume"]
-    with Live(*command, folder / "epoch-002.pt", "--log-every", "4", env=FLOAT64) as live:
+    folder, whole = runs(script)
+    command = [*RUNS[script], "--output-dir", tmp_path, "--resume"]
+    with Live(*command, folder / start, "--log-every", "4", env=FLOAT64) as live:
         live.wait_for("process.*x 48")
         os.kill(rank1 := live.ranks()[1], signal.SIGUSR1)
         os.kill(rank1, signal.SIGUSR1)
         said = live.wait_for("stopped by a signal and saved")
         assert live.end(60) != 0 and ours(live.err) == []
         assert re.search(r"exitcode *: 85", "\n".join(live.err))
+    for newest in folders.whole_folders(tmp_path)[-1:]:
+        folders.main(newest, tmp_path / "last.pt")
     snapshot = load(tmp_path / "last.pt")
     assert said.startswith(f"epoch 3, step {snapshot['step']}: ") and 0 < snapshot["step"] < 15
 
     result = good(run(*command, "auto", "--workers", "1", env=FLOAT64))
     assert f"{snapshot['step']} steps of epoch 3 are done" in result.out
+    for newest in folders.whole_folders(tmp_path)[-1:]:
+        folders.main(newest, tmp_path / "last.pt")
     assert same(load(tmp_path / "last.pt"), load(folder / "last.pt"))
     for left, right in zip(epochs(whole.out)[2:], epochs(result.out), strict=True):
         assert left == pytest.approx(right, abs=1.1e-4)  # the loss too is that of the whole epoch
@@ -168,13 +174,13 @@ def test_the_file_has_the_baselines_form_and_momentum(runs, script):
 
 
 def test_a_folder_is_resumed_by_another_number_of_processes(runs, tmp_path):
-    """Written by two, read by one, which goes on; a torn folder is newer and does not count."""
+    """Written by two within an epoch, read by one, which goes on; a torn folder is newer and does not count."""
     folder, _ = runs("train_DCP.py")
-    shutil.copytree(folder / "step-0000028", tmp_path / "step-0000028")
+    shutil.copytree(folder / "snapshot-0000033", tmp_path / "snapshot-0000033")
     (tmp_path / "step-0000099").mkdir()
     (tmp_path / "step-0000099/__0_0.distcp").write_bytes(b"torn")
     result = good(run(PYTHON, "train_DCP.py", *SAME, "--resume", "auto", "--output-dir", tmp_path, env=FLOAT64))
-    assert f"resume {tmp_path}/step-0000028: epoch 2 is done" in result.out
+    assert f"resume {tmp_path}/snapshot-0000033: 5 steps of epoch 3 are done" in result.out
     good(run(PYTHON, "-m", "common.folders", tmp_path / "step-0000042", tmp_path / "last.pt"))
     assert distance(tmp_path / "last.pt", folder / "last.pt") < 1e-11
 

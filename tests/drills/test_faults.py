@@ -141,11 +141,12 @@ def test_runs_at_the_same_time(tmp_path, photos):
             assert (tmp_path / str(number) / "class_indices.json").stat().st_size
 
 
-def test_nothing_is_lost_to_kills():
+@pytest.mark.parametrize("script", ["train_elastic.py", pytest.param("train_DCP.py", marks=pytest.mark.nightly)])
+def test_nothing_is_lost_to_kills(script):
     """One kill -9, at a moment that differs from day to day; tests/random_kills.py has more."""
     import datetime
 
     import random_kills
 
-    done, _ = random_kills.disturb("train_elastic.py", 1, datetime.date.today().isoformat())
+    done, _ = random_kills.disturb(script, 1, datetime.date.today().isoformat())
     assert done.total() == 1

@@ -159,7 +159,8 @@ def test_the_folders_of_every_python_are_read(tmp_path, attribute, accepted):
 def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_path):
     for step, score in enumerate([0.1, 0.9, 0.3, 0.4, 0.5]):
         make_folder(tmp_path / f"step-{step:07}", b"", json.dumps([[["score"], score], [["model", "x"], None]]))
-    make_folder(tmp_path / "step-0000009")
+    for name in ("step-0000009", "snapshot-0000002"):
+        make_folder(tmp_path / name)
     assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"01234"]
     with pytest.raises(UsageError, match="holds step-0000004, newer than step 3, where this run starts; pass --resume"):
         folders.reject_newer(tmp_path, 3)
@@ -167,3 +168,26 @@ def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_p
     folders.prune(tmp_path)
     assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"134"]
     assert (tmp_path / "step-0000009").exists()  # torn, or being written
+    assert not (tmp_path / "snapshot-0000002").exists()  # torn: nothing that old is being written
+
+
+def test_a_snapshot_does_not_replace_the_best_epoch_nor_its_own(tmp_path):
+    """It carries the best score, which is that of another folder; at the end of an epoch, two have the same steps."""
+    for name, score in {"snapshot-1": 0.5, "step-2": 0.5, "snapshot-2": 0.4, "step-4": 0.3, "snapshot-5": 0.5}.items():
+        make_folder(tmp_path / name, b"", json.dumps([[["score"], score]]))
+    names = [path.name for path in folders.whole_folders(tmp_path)]
+    assert names == ["snapshot-1", "snapshot-2", "step-2", "step-4", "snapshot-5"]
+    folders.prune(tmp_path)
+    assert [path.name for path in folders.whole_folders(tmp_path)] == ["step-2", "step-4", "snapshot-5"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_saves_what_is_not_sharded(tmp_path, monkeypatch, alone, rank):
+    """Between two epochs, BatchNorm's statistics are equal everywhere; within one, those of rank 0 count."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    monkeypatch.setattr(folders, "is_main_process", lambda: rank == 0)
+    for values, name in (({"step": 2}, "snapshot-0000009"), ({}, "step-0000009")):
+        path, tensors = folders.create(tmp_path, 9, {"model": nn.BatchNorm1d(3, affine=False)}, epoch=1, **values)
+        assert path == tmp_path / name and path.exists() == (rank == 0)
+        assert sorted(tensors) == ([] if rank else [f"model/{part}" for part in (
+            "num_batches_tracked", "running_mean", "running_var")])
