@@ -72,12 +72,15 @@ def compile_blocks(model: nn.Module) -> None:
 
     By default, Dynamo splits a graph where DDP's buckets end, so that DDP sends their gradients earlier
     (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP sends gradients
-    between blocks.
+    between blocks. Dynamo counts the graphs of all blocks of one class together. The limit of 8, after which it stops
+    compiling them, is too low for a ResNet: eight kinds of blocks, each in training and in evaluation.
     """
     from torch._dynamo import config
 
     config.optimize_ddp = False
-    for block in models.blocks(model):
+    blocks = models.blocks(model)
+    config.recompile_limit = max(config.recompile_limit, 8 * len(blocks))
+    for block in blocks:
         block.compile()
 
 
