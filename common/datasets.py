@@ -18,6 +18,7 @@ images. A dataset may have these attributes; the scripts also find them inside t
 - `most_workers`, the largest useful number of loader workers.
 """
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -135,8 +136,10 @@ class FolderDataset:
     image_shape = (3, 224, 224)
 
     def __init__(self, samples: list[tuple[str, int]], num_classes: int, seed: int, augment: bool = False) -> None:
-        self.samples, self.num_classes = samples, num_classes
-        self.seed, self.augment = seed, augment
+        # Two arrays: a list's million objects would be copied page by page to each worker, which counts references
+        self.paths = np.array([os.fsencode(path) for path, _ in samples])
+        self.labels = torch.tensor([label for _, label in samples])
+        self.num_classes, self.seed, self.augment = num_classes, seed, augment
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         from torchvision.transforms import v2  # here, because importing torchvision takes half a second
 
@@ -144,7 +147,7 @@ class FolderDataset:
                                     [v2.Resize(256), v2.CenterCrop(224)])
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.paths)
 
     def set_epoch(self, epoch: int) -> None:
         """Select the augmentation of this epoch; call it before the loader workers start the epoch."""
@@ -156,12 +159,12 @@ class FolderDataset:
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([self._read(index) for index in indices])
-        return images, torch.tensor([self.samples[index][1] for index in indices])
+        return images, self.labels[torch.as_tensor(indices)]
 
     def _read(self, index: int) -> Tensor:
         from .images import decode
 
-        image = decode(self.samples[index][0])
+        image = decode(os.fsdecode(self.paths[index]))
         with torch.random.fork_rng(devices=[]):  # makes any random transform reproducible
             torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # only the CPU's generator
             return self.transform(image)

@@ -325,7 +325,7 @@ def test_both_kinds_of_sets_find_the_same_files(folder, tmp_path):
         (tmp_path / "classes" / split / "oak").symlink_to(folder)
     for dataset in create_datasets("folder", tmp_path / "classes", 0, tmp_path):
         oak = tmp_path / "classes"
-        names = [Path(path).relative_to(oak).parts[2:] for path, _ in dataset.samples]
+        names = [Path(os.fsdecode(path)).relative_to(oak).parts[2:] for path in dataset.paths]
         assert names == [Path(name).parts for name in expected]
         images, labels = dataset.__getitems__(range(5))
         assert images.shape == (5, 3, 224, 224) and images.dtype == torch.uint8 and labels.tolist() == [0] * 5
