@@ -23,10 +23,11 @@ from .launch import end_with_launcher, is_slurm_task
 PATIENCE = 10  # seconds: grace period before a bystander process reports
 # from torch/utils/data/_utils/signal_handling.py; errors in a dataset say "Caught ... in DataLoader worker" instead
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
-# messages of gloo, the store and NCCL about a lost peer
+# messages of gloo, the store and NCCL about a lost peer; under NCCL, torch's watchdog usually ends the process first,
+# by SIGABRT, and nothing here runs: docs/operations.md
 LATE = re.compile(r"timed? ?out", re.I)
 PEER_LOST = re.compile(rf"{LATE.pattern}|connection (was )?(closed|reset|refused)|broken pipe|unreachable|"
-                       "no route to host|ncclRemoteError", re.I)
+                       "no route to host|remote process exited", re.I)
 
 noted = threading.Event()  # set by a signal that does not end the process: see signals.note_signals
 
@@ -64,8 +65,9 @@ def explain(error: BaseException) -> str | None:
 
 def lost_the_others(error: BaseException) -> bool:
     """Return whether the error means that another process, or the connection to it, is lost."""
-    from_peers = isinstance(error, dist.DistError) or type(error) is RuntimeError and "gloo" in str(error)
-    return from_peers and bool(PEER_LOST.search(str(error)))
+    # torch 2.15's NCCL group raises a RuntimeError: NCCLException in torch/csrc/distributed/c10d/nccl2
+    from_peers = isinstance(error, dist.DistError) or type(error) is RuntimeError and re.search("gloo|NCCL", str(error))
+    return bool(from_peers and PEER_LOST.search(str(error)))
 
 
 @contextlib.contextmanager

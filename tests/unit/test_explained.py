@@ -10,6 +10,7 @@ from common import endings, errors
 
 NCCL = ("NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.5\n"
         "{}\nLast error:\n{}")
+NCCL2 = "NCCL AllReduce failed: {} \nNCCL Last Error: {}"  # of torch 2.15
 
 
 def worker_error(kind, text):
@@ -34,6 +35,9 @@ def worker_error(kind, text):
     (dist.DistBackendError(NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call"
                                        " failed possibly due to a network error.", "socketPoll: 10.0.0.2<43>")),
      ["lost", "ncclRemoteError", "10.0.0.2<43>"]),  # the whole message: its first line says nothing
+    (RuntimeError(NCCL2.format("remote process exited or there was a network error", "socketPoll: 10.0.0.2<43>")),
+     ["lost", "10.0.0.2<43>"]),
+    (dist.DistBackendError("NCCL operation timed out"), ["lost", "--timeout"]),
 ])
 def test_what_can_be_foreseen_is_said(error, parts):
     said = endings.explain(error)
@@ -50,6 +54,8 @@ def test_what_can_be_foreseen_is_said(error, parts):
                                       "library.", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10")),
     dist.DistBackendError(NCCL.format("unhandled system error", "ncclSystemError: System call (e.g. socket, malloc) or "
                                       "external library call failed.", "Error while creating shared memory segment")),
+    RuntimeError(NCCL2.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "illegal memory access")),
+    dist.DistBackendError("NCCL operation failed"),
     ValueError("not foreseen"),
 ])
 def test_what_is_not_foreseen_keeps_its_traceback(error):
