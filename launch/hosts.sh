@@ -7,6 +7,7 @@
 # HOST1 is the name or address of one of the hosts; the processes meet on its port 29400 (PORT). Each host runs one
 # process per accelerator (PROCESSES_PER_HOST) and needs the code, the data and, to resume, the output folder.
 # If a host has several networks, set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface to use.
+# If it has several CPU sockets, NUMA_BINDING=node binds each process to the cores near its GPU; it needs numactl.
 set -euo pipefail
 
 nodes=$1 host=$2
@@ -16,7 +17,11 @@ processes=${PROCESSES_PER_HOST:-$(python -c 'import torch; print(max(1, torch.ac
 # see launch/torchrun.sbatch; without this, no host can join a run
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# expandable_segments: less memory is lost to fragmentation (torch 2.10 and newer)
+# PYTHONFAULTHANDLER: if NCCL's watchdog ends a process, Python prints where it was
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}" PYTHONFAULTHANDLER=1
+
 # last_call_timeout: once the minimum number of hosts has joined, wait 3 s for more (default: 30)
 exec python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" --rdzv-id="${RUN_ID:-1}" \
     --rdzv-backend=c10d --rdzv-endpoint="$host:${PORT:-29400}" --rdzv-conf=last_call_timeout=3 \
-    --max-restarts="${MAX_RESTARTS:-0}" "$@"
+    ${NUMA_BINDING:+"--numa-binding=$NUMA_BINDING"} --max-restarts="${MAX_RESTARTS:-0}" "$@"

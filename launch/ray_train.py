@@ -41,7 +41,7 @@ def parse_args():
 def worker(values):
     """In a worker, do what join_group() does except create the group, which already exists; then train."""
     args = argparse.Namespace(**values)
-    args.device = str(devices.select_device(args.device, int(os.environ["LOCAL_RANK"])))
+    args.device = str(devices.prepare(args.device, args.deterministic, int(os.environ["LOCAL_RANK"])))
     torch.set_num_threads(launch.cores_per_process())  # Ray gives each worker only one thread
     train_DDP.main(args)
 
@@ -57,8 +57,11 @@ def main():
 
     # Ray's controller also needs the path: it passes on workers' errors. The second variable prevents duplicate prints
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {"PYTHONPATH": path, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+    if args.deterministic:  # in the workers, NCCL has started when devices.prepare() is called
+        variables["NCCL_ALGO"] = "^NVLS"
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}})
+    ray.init(runtime_env={"env_vars": variables})
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler prints a stack and aborts
 
     have = ray.cluster_resources()
