@@ -153,9 +153,7 @@ def open_log(args, start_epoch, headline):
 
 def main(args):
     torch.manual_seed(args.seed)
-    device = devices.select_device(args.device)
-    devices.keep_freed_memory(device)
-    devices.set_deterministic(args.deterministic, device)
+    device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # new # elastic: a signal sets a flag; the loop stops once all processes know of it
@@ -381,8 +379,8 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # set the device first, or every process creates a context on device 0
-    args.device = str(devices.select_device(args.device, local_rank))
+    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)
     device_id = torch.device(args.device) if backend == "nccl" else None

@@ -75,9 +75,7 @@ def open_log(args, start_epoch, headline):
 
 def main(args):
     torch.manual_seed(args.seed)
-    device = devices.select_device(args.device)
-    devices.keep_freed_memory(device)
-    devices.set_deterministic(args.deterministic, device)
+    device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # yours: the data; the loader drops an incomplete last batch, different samples each epoch
@@ -160,11 +158,11 @@ def main(args):
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
-        if is_best:
-            checkpoint.save_checkpoint(folder / "best.pt", content)
+        # One write, several names; last.pt comes last: it marks the epoch as done
+        names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
-            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
+            names.append(f"epoch-{epoch:03}.pt")
+        checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
         speed = len(train_loader) * args.batch_size / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}

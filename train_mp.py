@@ -108,9 +108,7 @@ def open_log(args, start_epoch, headline):
 
 def main(args):
     torch.manual_seed(args.seed)
-    device = devices.select_device(args.device)
-    devices.keep_freed_memory(device)
-    devices.set_deterministic(args.deterministic, device)
+    device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # yours: the data; the loader drops an incomplete last batch, different samples each epoch
@@ -146,7 +144,7 @@ def main(args):
     # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
     # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
     parallel_model = DistributedDataParallel(
-        model, gradient_as_bucket_view=True,
+        model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
     # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
@@ -231,11 +229,11 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        if is_best:
-            checkpoint.save_checkpoint(folder / "best.pt", content)
+        # One write, several names; last.pt comes last: it marks the epoch as done
+        names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
-            checkpoint.save_checkpoint(folder / f"epoch-{epoch:03}.pt", content)
-        checkpoint.save_checkpoint(folder / "last.pt", content)  # last: it marks the epoch as done
+            names.append(f"epoch-{epoch:03}.pt")
+        checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
         speed = len(train_loader) * args.batch_size / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -265,8 +263,8 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # set the device first, or every process creates a context on device 0
-    args.device = str(devices.select_device(args.device, local_rank))
+    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)
     device_id = torch.device(args.device) if backend == "nccl" else None

@@ -43,11 +43,9 @@ def clock(device: torch.device, function) -> float:
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second of a product of two large square matrices: the best of three."""
-    torch.set_float32_matmul_precision("high")  # like convolutions, which torch lets use TF32 on GPUs that have it
     size = 1024 if device.type == "cpu" else 8192
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = min(clock(device, lambda: one @ other) for _ in range(3))
-    torch.set_float32_matmul_precision("highest")
     return 2 * size ** 3 / best
 
 
@@ -162,8 +160,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.epochs < 2:
         raise errors.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")
-    device = devices.select_device(args.device)
-    devices.keep_freed_memory(device)
+    device = devices.prepare(args.device, False)
     where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
     train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
     content = {"machine": where, "arguments": vars(args), "threads": torch.get_num_threads(),

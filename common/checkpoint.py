@@ -4,11 +4,12 @@ import errno
 import math
 import os
 import pickle
+import shutil
 import socket
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -102,28 +103,44 @@ def copied(value: Any) -> Any:
     return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
 
 
-def save_checkpoint(path: str | Path, content: dict[str, Any]) -> None:
-    """Write `content`, from collect(), to `path` atomically.
+def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[str] = ()) -> None:
+    """Write `content`, from collect(), to `path` atomically, after giving the same file the other `names`.
 
-    It writes a temporary file, flushes it to disk and renames it, so a crash leaves the old file or the new one. Raises
-    ProcessError if the file cannot be written (disk full, no permission).
+    It writes a temporary file, flushes it to disk and renames it, so a crash leaves the old file or the new one. The
+    other names are hard links; a file system without links gets copies. Raises ProcessError if the file cannot be
+    written (disk full, no permission).
     """
-    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
+    temporary, other = (Path(path).with_name(f".{Path(path).name}.{kind}") for kind in ("tmp", "link"))
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        for name in names:
+            other.unlink(missing_ok=True)  # of a run that was killed
+            _link(temporary, other)
+            os.replace(other, other.with_name(name))
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+            other.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise ProcessError(f"cannot save {path}: {reason(cause)}; earlier checkpoints are intact") from None
     with contextlib.suppress(OSError):  # flush the folder too: it holds the new name; Windows cannot open folders
         directory = os.open(Path(path).parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # FAT, and some network file systems
+        with open(source, "rb") as original, open(target, "wb") as copy:
+            shutil.copyfileobj(original, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
 
 
 class BackgroundWriter:

@@ -1,6 +1,7 @@
 """Devices: select one for each process and configure torch for it."""
 import ctypes
 import os
+import sys
 from collections.abc import Collection
 
 import torch
@@ -10,14 +11,27 @@ from . import launch
 from .errors import UsageError
 
 
+def prepare(name: str | None, deterministic: bool, local_rank: int | None = None) -> torch.device:
+    """Return the device that `select_device` selects, after setting how torch computes on it; see choose_algorithms.
+
+    Call it before NCCL starts: only then does `deterministic` keep NCCL from the sums of NVLink SHARP, whose order
+    differs from call to call (github.com/pytorch/pytorch/pull/156381).
+    """
+    device = select_device(name, local_rank)
+    keep_freed_memory(device)
+    choose_algorithms(deterministic, device)
+    return device
+
+
 def select_device(name: str | None, local_rank: int | None = None) -> torch.device:
     """Return the device `name`; by default the accelerator, or the CPU if there is none.
 
-    A process in a group passes its `local_rank`: it gets its own device, which becomes the current one. Otherwise,
-    every process would open a context on device 0. Raises UsageError if the device is not available.
+    A process in a group passes its `local_rank` and gets its own device. A device with an index becomes the current
+    one. Otherwise, the process, or only its thread that pins memory, would also open a context on device 0. Raises
+    UsageError if the device is not available.
     """
     device = _choose(name, local_rank)
-    if device.type != "cpu" and local_rank is not None:
+    if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     return device
 
@@ -81,14 +95,17 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
     return str(device)
 
 
-def device_types_in_groups() -> set[str]:
+def device_types_in_groups(platform: str = sys.platform) -> set[str]:
     """Return the device types whose default torch.distributed backend accepts their tensors.
 
     This excludes "mps": its default is gloo, which accepts only "cpu" and "cuda" tensors
     (`Backend.default_device_backend_map` and `Backend.backend_capability` in torch/distributed/distributed_c10d.py).
+    On Windows, it excludes "cuda", too: there is no NCCL, and gloo's all-reduce of a CUDA tensor ends the process
+    (github.com/pytorch/pytorch/issues/186535).
     """
     defaults, takes = dist.Backend.default_device_backend_map, dist.Backend.backend_capability
-    return {device for device, backend in defaults.items() if device in takes.get(backend, [device])}
+    return {device for device, backend in defaults.items() if device in takes.get(backend, [device])
+            and not (platform == "win32" and device == "cuda")}
 
 
 def device_ids(device: torch.device) -> list[int]:
@@ -104,22 +121,24 @@ def identify(device: torch.device) -> str:
     return str(getattr(properties, "uuid", device))
 
 
-def set_deterministic(wanted: bool, device: torch.device) -> None:
-    """If `wanted`, make GPU results bit-identical between runs; this is slower.
+def choose_algorithms(deterministic: bool, device: torch.device) -> None:
+    """Let a GPU compute bit-identical results in every run, or else faster ones.
 
-    Operations without a deterministic version raise an error. Raises UsageError on MPS, because max-pooling's backward
-    pass has no deterministic version there
-    (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). Following
-    https://docs.pytorch.org/docs/stable/notes/randomness.html, it selects deterministic algorithms, disables the search
-    for the fastest convolution and fixes the cuBLAS workspace. Call it before anything uses cuBLAS.
+    `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html: it selects deterministic
+    algorithms and fixes the cuBLAS workspace. Call it before anything uses cuBLAS. Operations without a deterministic
+    version raise an error. Raises UsageError on MPS, because max-pooling's backward pass has no deterministic version
+    there (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). Otherwise, products
+    of float32 matrices use TF32, as convolutions do by default, and cuDNN searches for the fastest convolution when it
+    meets a new shape. A CPU keeps its settings: some CPUs would use TF32, too.
     """
-    if not wanted:
-        return
-    if device.type == "mps":
+    if deterministic and device.type == "mps":
         raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    elif device.type in ("cuda", "xpu"):
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
 
 
 def peak_memory(device: torch.device) -> str:

@@ -33,8 +33,7 @@ class Pictures(Dataset):
 
 def join(args):
     """Join the process group as the scripts do, and return this process's device."""
-    device = devices.select_device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
-    devices.keep_freed_memory(device)
+    device = devices.prepare(args.device, False, int(os.environ.get("LOCAL_RANK", 0)))
     torch.set_num_threads(launch.cores_per_process())
     dist.init_process_group(reduce.choose_backend(None, device))
     atexit.register(dist.destroy_process_group)

@@ -155,6 +155,18 @@ def test_a_checkpoint_is_on_disk_before_it_takes_its_name(tmp_path, monkeypatch)
     assert calls == [path.stat().st_size, "rename", *["folder"] * (sys.platform != "win32")]
 
 
+def test_names_are_copies_where_there_are_no_links(tmp_path, monkeypatch):
+    """A file of a run that was killed is in the way."""
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(checkpoint.os, "link", refuse)
+    (tmp_path / ".last.pt.link").write_bytes(b"torn")
+    checkpoint.save_checkpoint(tmp_path / "last.pt", {"epoch": 1}, ["best.pt", "epoch-001.pt"])
+    assert {path.name for path in tmp_path.iterdir()} == {"best.pt", "epoch-001.pt", "last.pt"}
+    assert all(torch.load(path, weights_only=True) == {"epoch": 1} for path in tmp_path.iterdir())
+
+
 def test_a_snapshot_has_the_weights_of_its_call_and_training_goes_on(tmp_path):
     """The write is held up until the weights have changed; Python lists and numbers are copied, too."""
     state, writer, go_on = make(), checkpoint.BackgroundWriter(), threading.Event()

@@ -1,6 +1,7 @@
 """Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -67,8 +68,17 @@ def test_what_cannot_be_had_is_refused(asked, machine, count, group, said):
 
 
 def test_torch_itself_says_which_devices_a_group_can_have():
-    assert {"cpu", "cuda"} <= devices.device_types_in_groups()
-    assert "mps" not in devices.device_types_in_groups()
+    assert {"cpu", "cuda"} <= devices.device_types_in_groups("linux")
+    assert "mps" not in devices.device_types_in_groups("linux")
+
+
+def test_on_windows_a_group_is_on_the_cpu():
+    """gloo would end the process there, at the first all-reduce of a CUDA tensor."""
+    windows = devices.device_types_in_groups("win32")
+    assert devices.choose_device(None, "cuda", 1, 0, 2, windows) == "cpu"
+    assert devices.choose_device(None, "cuda", 1) == "cuda"
+    with pytest.raises(UsageError, match="--device cuda: no torch.distributed backend supports it; use train.py"):
+        devices.choose_device("cuda", "cuda", 1, 0, 2, windows)
 
 
 def test_without_an_accelerator_there_is_one_cpu():
@@ -105,20 +115,28 @@ def test_a_device_that_is_named_is_the_one_to_use():
     assert devices.device_ids(torch.device("cuda:1")) == [1] and devices.device_ids(torch.device("mps")) == []
 
 
-def test_deterministic_is_for_those_who_ask(monkeypatch):
+def test_deterministic_is_for_those_who_ask_and_the_others_get_the_fastest(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    assert not torch.are_deterministic_algorithms_enabled()
+
+    def found():
+        return (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+                torch.backends.cudnn.benchmark)
+
     try:
-        devices.set_deterministic(False, torch.device("mps"))
-        assert not torch.are_deterministic_algorithms_enabled()
-        devices.set_deterministic(True, torch.device("cuda"))
-        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        devices.choose_algorithms(False, torch.device("cpu"))
+        assert found() == (False, "highest", False)
+        devices.choose_algorithms(True, torch.device("cuda"))
+        assert found() == (True, "highest", False) and os.environ["CUBLAS_WORKSPACE_CONFIG"]
         with pytest.raises(UsageError, match="--deterministic: MPS .* --device cpu"):
-            devices.set_deterministic(True, torch.device("mps"))
+            devices.choose_algorithms(True, torch.device("mps"))
+        torch.use_deterministic_algorithms(False)
+        devices.choose_algorithms(False, torch.device("cuda"))
+        assert found() == (False, "high", True)
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = False
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "cuda", "xpu"])
@@ -164,20 +182,22 @@ def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
     assert attempt(1, "GPU-2", "GPU-2") == [True, True]
 
 
-def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=False):
+def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=False, version="2.11.0+cu130"):
     """Return the choice of a backend, with torch's own table of the devices that each serves."""
     return reduce.pick_backend(name, device_type, default, available.__contains__, dist.Backend.backend_capability,
-                               lambda: shared)
+                               lambda: shared, version)
 
 
 @pytest.mark.parametrize(("options", "backend"), [
     ({"device_type": "cpu", "default": "gloo"}, "gloo"),
     ({"device_type": "cuda", "default": "nccl"}, "nccl"),
     ({"device_type": "cuda", "default": "nccl", "shared": True}, "gloo"),  # a laptop with one GPU
-    ({"device_type": "cuda", "default": "nccl", "available": ("gloo",)}, "gloo"),  # Windows
+    ({"device_type": "cuda", "default": "nccl", "available": ("gloo",)}, "gloo"),
     ({"device_type": "xpu", "default": "xccl", "shared": True}, "xccl"),  # whose tensors gloo does not send
     ({"name": "nccl", "device_type": "cuda", "default": "nccl", "shared": True}, "nccl"),  # as asked for
     ({"name": "gloo", "device_type": "cuda", "default": "nccl"}, "gloo"),
+    ({"device_type": "cuda", "default": "nccl", "version": "2.9.1"}, "nccl"),
+    ({"device_type": "cpu", "default": "gloo", "version": "2.9.1"}, "gloo"),
 ])
 def test_the_backend_follows_from_the_device_the_build_and_sharing(options, backend):
     assert pick(**{"name": None} | options) == backend
@@ -191,3 +211,10 @@ def test_the_backend_follows_from_the_device_the_build_and_sharing(options, back
 def test_a_backend_that_cannot_work_is_refused(name, device_type, available, said):
     with pytest.raises(UsageError, match=f"--backend {name}: {said}"):
         pick(name, device_type, "gloo", available)
+
+
+@pytest.mark.parametrize("options", [{"name": "gloo"}, {"shared": True}])
+@pytest.mark.parametrize("version", ["2.9.1", "2.10.0+cu128"])
+def test_gloo_is_refused_where_it_corrupts_gradients(options, version):
+    with pytest.raises(UsageError, match=f"gloo on cuda: can corrupt gradients in torch {re.escape(version)}; use"):
+        pick(**{"name": None, "device_type": "cuda", "default": "nccl", "version": version} | options)

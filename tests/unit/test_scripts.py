@@ -13,6 +13,7 @@ import torch.distributed as dist
 from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import hold
+from torch.profiler import profile
 
 from common import checkpoint, datasets, errors, models
 
@@ -74,6 +75,46 @@ def test_a_model_that_has_become_useless_is_not_saved(script, tmp_path):
     with pytest.raises(errors.RunError, match="epoch 1, step 1: the validation loss is (inf|nan)"):
         module.main(args)
     assert not list(tmp_path.glob("*.pt"))
+
+
+def test_one_write_has_the_names_of_all_checkpoints_of_an_epoch(script, tmp_path):
+    """Other ranks wait meanwhile. The file keeps its names when the next epoch replaces one of them."""
+    module, args = script("train", "--save-every", "1")
+    module.main(args)
+    assert len({(tmp_path / name).stat().st_ino for name in ("best.pt", "epoch-001.pt", "last.pt")}) == 1
+    args.epochs, args.resume = 2, "auto"
+    module.main(args)
+    assert [load(tmp_path / name)["epoch"] for name in ("epoch-001.pt", "epoch-002.pt", "last.pt")] == [1, 2, 2]
+
+
+def test_deterministic_algorithms_are_chosen_before_the_group_starts(script, monkeypatch):
+    """NCCL chooses its algorithms when it starts; here, a backend of the test's notes what it finds then."""
+    found = []
+
+    def create(store, rank, size, timeout):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    if not hasattr(dist.Backend, "NOTING"):
+        dist.Backend.register_backend("noting", create, devices=["cpu"])
+    try:
+        script("train_DDP", "--deterministic", "--backend", "noting")
+        assert found == [True]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_buffers_are_not_sent_in_each_forward_pass(script, monkeypatch):
+    """DDP's constructor and the end of the epoch send them: as often in an epoch of two steps as in one of four."""
+    monkeypatch.setattr(models, "create_model", lambda *_: torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.BatchNorm1d(28 * 28), torch.nn.Linear(28 * 28, 10)))
+    module, args = script("train_DDP")
+    counts = []
+    for args.batch_size in (4, 2):
+        with profile() as trace:
+            module.main(args)
+        counts.append(sum(event.name == "gloo:broadcast" for event in trace.events()))
+    assert counts[0] == counts[1] > 0
 
 
 def test_epochs_that_are_trained_again_replace_those_in_tensorboard(script, tmp_path):
