@@ -157,8 +157,7 @@ def main(args):
     tensors = shards.detach_tensors(model)
 
     # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
-    mesh = init_device_mesh(
-        device.type, shards.grid("--replicas", args.replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, **shards.grid(args.replicas, device))
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
     for block in models.blocks(model, args.activation_checkpointing, args.bf16):

@@ -138,9 +138,7 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # TP: the processes of a tensor group read the same samples
-    size = args.tensor_parallel or 2 - dist.get_world_size() % 2
-    grid = init_device_mesh(
-        device.type, shards.grid("--tensor-parallel", size)[::-1], mesh_dim_names=("data", "tensor"))
+    grid = init_device_mesh(device.type, **tensor_parallel.grid(args.tensor_parallel, device))
     rank, world_size = grid["data"].get_local_rank(), grid["data"].size()
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
@@ -176,13 +174,12 @@ def main(args):
 
     # new # TP: split the layers first; FSDP2 then shards each part over the groups
     mesh = grid["data"]
-    plan = tensor_parallel.check_plan(model, PLAN, grid)
 
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
 
     # new # TP
-    parallelize_module(model, grid["tensor"], plan)
+    parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, PLAN, grid))
 
     for block in models.blocks(model, args.activation_checkpointing, args.bf16):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -211,7 +208,8 @@ def main(args):
         return
 
     # new # TP
-    layout = f"{world_size} group(s) of {size} process(es) x 1 micro-batch x {local_batch_size}"
+    groups = f"{world_size} group(s) of {grid['tensor'].size()} process(es)"
+    layout = f"{groups} x 1 micro-batch x {local_batch_size}"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 

@@ -22,13 +22,36 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def grid(option: str, parts: int) -> tuple[int, int]:
+def grid(replicas: int, device: torch.device) -> dict[str, Any]:
+    """Return the shape and the names of FSDP2's mesh for init_device_mesh(); raise UsageError if it is uneven.
+
+    One replica has one dimension: with two, each unit would also all-reduce its gradients within groups of one rank,
+    and torch warns that NCCL's average may be wrong there (_get_gradient_divide_factors in _fsdp_collectives.py).
+    """
+    reject_gloo(dist.get_backend(), device.type)
+    shape = divide("--replicas", replicas)
+    one = replicas == 1
+    return {"mesh_shape": shape[one:], "mesh_dim_names": ("replicate", "shard")[one:]}
+
+
+def divide(option: str, parts: int) -> tuple[int, int]:
     """Return a mesh shape (parts, processes / parts); raise UsageError, naming `option`, if `parts` is no divisor."""
     end_at_once()
     world_size = get_world_size()
     if world_size % parts:
         raise UsageError(f"{option} {parts}: does not divide the {world_size} processes")
     return parts, world_size // parts
+
+
+def reject_gloo(backend: str, device_type: str) -> None:
+    """Raise UsageError for the `backend` gloo and any device but a CPU.
+
+    gloo would read a GPU's memory as if it were the host's to send it (ProcessGroupGloo.cpp: send and recv pass the
+    tensor's own address), and has no all-gather into one tensor on CUDA (github.com/pytorch/pytorch/issues/152645).
+    """
+    if backend == "gloo" and device_type != "cpu":
+        raise UsageError(f"gloo cannot split a model over {device_type} devices: start at most one process per device, "
+                         "with the device's own --backend, or use --device cpu")
 
 
 class EvenShare(Sampler):

@@ -1,15 +1,27 @@
-"""Check which layers of a model tensor parallelism can split; for `train_TP.py`."""
+"""The mesh of tensor parallelism, and which layers of a model it can split; for `train_TP.py`."""
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from . import shards
 from .errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def grid(size: int | None, device: torch.device) -> dict[str, Any]:
+    """Return the shape and the names of a mesh of tensor groups for init_device_mesh(): ("data", "tensor").
+
+    A group has `size` processes, by default 2, or 1 if their number is odd. Raises UsageError if the groups are uneven.
+    """
+    shards.reject_gloo(dist.get_backend(), device.type)
+    size, groups = shards.divide("--tensor-parallel", size or 2 - dist.get_world_size() % 2)
+    return {"mesh_shape": (groups, size), "mesh_dim_names": ("data", "tensor")}
 
 
 def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
