@@ -112,9 +112,9 @@ def open_log(args, start_epoch, headline):
 
 
 # new # PP: the stages of this process, and the order of their forward and backward passes
-def create_schedule(parts, micro_batches, device, loss=None):
+def create_schedule(parts, micro_batches, device, group, loss=None):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    stages = [PipelineStage(part, rank + number * world_size, len(parts) * world_size, device)
+    stages = [PipelineStage(part, rank + number * world_size, len(parts) * world_size, device, group=group)
               for number, part in enumerate(parts)]
     if len(parts) > 1:
         return ScheduleInterleaved1F1B(stages, micro_batches, loss)
@@ -171,8 +171,9 @@ def main(args):
     # new # PP: the layers of other processes stay on the meta device, under their names
     parts = pipeline.cut(model, world_size * args.chunks)[rank::world_size]
     shards.fill(model, shards.detach_tensors(model), device, parts)
-    schedule = create_schedule(parts, micro_batches, device, criterion)
-    model.forward = partial(forward, create_schedule(parts, micro_batches, device), local_batch_size)
+    group = pipeline.create_group(device)
+    schedule = create_schedule(parts, micro_batches, device, group, criterion)
+    model.forward = partial(forward, create_schedule(parts, micro_batches, device, group), local_batch_size)
 
     # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
     lr = args.lr * args.batch_size / 128

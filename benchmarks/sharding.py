@@ -93,7 +93,7 @@ def bubbles_of(rounds: int, model: str) -> None:
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parts = pipeline.cut(models.create_model(model, 10, (1, 28, 28)), world_size)[rank::world_size]
-    schedules = {number: train_PP.create_schedule(parts, number, torch.device("cpu"), train_PP.criterion)
+    schedules = {number: train_PP.create_schedule(parts, number, torch.device("cpu"), None, train_PP.criterion)
                  for number in MICRO_BATCHES}
     busy: list[float] = []
     for name in ("forward_one_chunk", "backward_one_chunk"):

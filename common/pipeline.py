@@ -1,10 +1,13 @@
-"""How a pipeline divides its work: a model into stages, and a batch into micro-batches; for `train_PP.py`."""
+"""How a pipeline divides its work, and the group through which its stages send; for `train_PP.py`."""
 import math
+from collections.abc import Collection
 from itertools import accumulate
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from . import models
+from . import models, shards
 from .errors import UsageError
 from .vit import ViT
 
@@ -46,3 +49,22 @@ def split_batch(batch_size: int, micro_batches: int | None, processes: int, chun
     if chunks > 1 and number % processes:
         raise UsageError(f"--micro-batches {number}: not a multiple of the {processes} processes of interleaved stages")
     return number
+
+
+def create_group(device: torch.device) -> dist.ProcessGroup | None:
+    """Return the group through which stages send, or None for the default group; raise UsageError for gloo on a GPU.
+
+    All processes must call this.
+    """
+    shards.reject_gloo(dist.get_backend(), device.type)
+    backend = peer_backend(dist.get_backend(), dist.Backend.backend_list)
+    return dist.new_group(backend=backend) if backend else None
+
+
+def peer_backend(backend: str, available: Collection[str]) -> str | None:
+    """Return the backend for messages between two stages if a better one than the default group's is `available`.
+
+    With nccl, messages to all peers wait in one queue; nccl-lazy has a communicator and a stream for each peer. So torch
+    2.15 warns of nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).
+    """
+    return "nccl-lazy" if backend in ("nccl", "nccl2") and "nccl-lazy" in available else None

@@ -156,6 +156,28 @@ def test_a_folder_knows_the_best_score_although_a_later_one_is_lower(script, tmp
     assert (values["score",], values["best_score",]) == (0.25, 0.5)
 
 
+@pytest.mark.parametrize("name", ["train_FSDP", "train_TP", "train_DCP", "train_PP"])
+def test_each_sharded_script_asks_whether_its_backend_can_split_a_model(script, monkeypatch, name):
+    def reject(backend, device_type):
+        raise errors.UsageError(f"{backend} on {device_type}")
+
+    module, args = script(name)
+    monkeypatch.setattr(module.shards, "reject_gloo", reject)
+    with pytest.raises(errors.UsageError, match="^gloo on cpu$"):
+        module.main(args)
+
+
+def test_one_replica_is_sharded_over_a_mesh_of_one_dimension(script, monkeypatch):
+    """With two, FSDP2 would also all-reduce each gradient within a group of one rank."""
+    module, args = script("train_FSDP")
+    found = []
+    shard = module.fully_shard
+    monkeypatch.setattr(module, "fully_shard", lambda *parts, mesh, **options: (
+        found.append((mesh.ndim, mesh.mesh_dim_names)), shard(*parts, mesh=mesh, **options))[1])
+    module.main(args)
+    assert set(found) == {(1, ("shard",))}
+
+
 def test_the_average_has_the_statistics_that_rank_0_sent(script, tmp_path, monkeypatch):
     """One process has no others to hear from: other statistics come with the measurement of the model."""
     monkeypatch.setattr(models, "create_model", lambda *_: torch.nn.Sequential(

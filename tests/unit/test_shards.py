@@ -32,6 +32,23 @@ def test_micro_batches_divide_the_batch_and_suit_the_schedule(batch_size, wanted
             pipeline.split_batch(batch_size, wanted, processes, chunks)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "nccl-lazy", "xccl"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
+def test_gloo_is_refused_on_a_gpu_alone(backend, device_type):
+    if backend != "gloo" or device_type == "cpu":
+        shards.reject_gloo(backend, device_type)
+        return
+    with pytest.raises(UsageError, match=f"gloo cannot split a model over {device_type} .* or use --device cpu$"):
+        shards.reject_gloo(backend, device_type)
+
+
+@pytest.mark.parametrize(("backend", "lazy", "found"), [
+    ("gloo", True, None), ("nccl", False, None), ("nccl", True, "nccl-lazy"), ("nccl2", True, "nccl-lazy"),
+    ("nccl-lazy", True, None), ("xccl", True, None)])
+def test_stages_send_through_a_communicator_for_each_peer_where_torch_has_them(backend, lazy, found):
+    assert pipeline.peer_backend(backend, ["gloo", "nccl", *["nccl-lazy"] * lazy]) == found
+
+
 @pytest.mark.parametrize("name", ["cnn", "vit"])
 @pytest.mark.parametrize("count", range(1, 7))
 def test_the_stages_one_after_the_other_are_the_model(name, count):
