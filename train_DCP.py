@@ -106,11 +106,11 @@ class ResumableSampler(DistributedSampler):
 
 
 # new # DCP: copy the shards now, write them while training continues; .metadata commits them
-def save(folder, steps, state, group, saving, **values):
+def save(folder, steps, state, group, stager, saving, **values):
     folders.wait(saving)
     folders.prune(folder)
     path, tensors = folders.create(folder, steps, state, **values)
-    return dcp.async_save(tensors, checkpoint_id=path, process_group=group)
+    return dcp.async_save(tensors, checkpoint_id=path, process_group=group, async_stager=stager)
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ def main(args):
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
 
     # new # DCP: saving uses a separate group, on the CPU: its messages must not mix with those of training
-    group, saving = dist.new_group(backend="gloo"), None
+    group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
 
     # yours: the data; the loader drops an incomplete last batch, different samples each epoch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
@@ -205,11 +205,12 @@ def main(args):
 
     # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
     mesh = init_device_mesh(device.type, **shards.grid(args.replicas, device))
-    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
+    policy_at_root = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
     for block in models.blocks(model, args.activation_checkpointing, args.bf16):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    parallel_model = fully_shard(model, mesh=mesh, mp_policy=policy)
+    parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=policy_at_root))
     shards.fill(model, tensors, device)
 
     # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
@@ -320,7 +321,7 @@ def main(args):
                 # new # DCP: the shards, into a folder named by the steps of all epochs
                 done = (epoch - 1) * len(train_loader) + step
                 values |= {"score": best_score, "best_score": best_score}
-                saving = save(folder, done, state, group, saving, **values)
+                saving = save(folder, done, state, group, stager, saving, **values)
 
             # new # elastic: wait for the save: if one rank exits, the launcher kills the rest
             if stopping:
@@ -349,7 +350,7 @@ def main(args):
         # new # DCP: prune() keeps the folder with the best score
         best_score = max(best_score, score)
         values = {"epoch": epoch, "score": score, "best_score": best_score}
-        saving = save(folder, epoch * len(train_loader), state, group, saving, **values)
+        saving = save(folder, epoch * len(train_loader), state, group, stager, saving, **values)
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():

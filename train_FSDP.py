@@ -158,11 +158,12 @@ def main(args):
 
     # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
     mesh = init_device_mesh(device.type, **shards.grid(args.replicas, device))
-    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
+    policy_at_root = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
     for block in models.blocks(model, args.activation_checkpointing, args.bf16):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    parallel_model = fully_shard(model, mesh=mesh, mp_policy=policy)
+    parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=policy_at_root))
     shards.fill(model, tensors, device)
 
     # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD

@@ -72,6 +72,7 @@ def parse_args():
     parser.add_argument("--micro-batches", type=cli.positive_int, help="of a batch (default: by stages)")
     parser.add_argument("--chunks", type=cli.positive_int, default=1, help="stages per process, interleaved")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, in evaluation too")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
@@ -169,7 +170,7 @@ def main(args):
         models.freeze_layers(model)
 
     # new # PP: the layers of other processes stay on the meta device, under their names
-    parts = pipeline.cut(model, world_size * args.chunks)[rank::world_size]
+    parts = pipeline.cut(model, world_size * args.chunks, args.bf16)[rank::world_size]
     shards.fill(model, shards.detach_tensors(model), device, parts)
     group = pipeline.create_group(device)
     schedule = create_schedule(parts, micro_batches, device, group, criterion)

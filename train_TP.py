@@ -47,6 +47,7 @@ METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metri
 COLUMNS = ["hidden.0", "blocks.*.attention.[qkv]*", "blocks.*.mlp.0"]
 ROWS = ["hidden.2", "blocks.*.attention.project", "blocks.*.mlp.2"]
 PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
+PLAN["blocks.*.attention"] = tensor_parallel.ONE_INPUT  # for q, k and v: their gradients need one sum
 
 
 def parse_args():
@@ -175,7 +176,8 @@ def main(args):
     # new # TP: split the layers first; FSDP2 then shards each part over the groups
     mesh = grid["data"]
 
-    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
+    policy_at_root = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
     reshard = args.reshard_after_forward == "yes"
 
     # new # TP
@@ -183,7 +185,7 @@ def main(args):
 
     for block in models.blocks(model, args.activation_checkpointing, args.bf16):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    parallel_model = fully_shard(model, mesh=mesh, mp_policy=policy)
+    parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=policy_at_root))
     shards.fill(model, tensors, device)
 
     # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
@@ -262,6 +264,9 @@ def main(args):
         # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
+
+        # new # TP: what the plan does not split is a copy on each process of a group: keep the copies equal
+        tensor_parallel.equalize(model, optimizer, grid["tensor"])
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")

@@ -1,6 +1,6 @@
 """How a pipeline divides its work, and the group through which its stages send; for `train_PP.py`."""
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import torch
@@ -12,11 +12,27 @@ from .errors import UsageError
 from .vit import ViT
 
 
-def cut(model: nn.Module, count: int) -> list[nn.Sequential]:
+class Bf16(nn.Module):
+    """A stage that casts its weights and its input to bfloat16, and returns it; the last stage returns float32.
+
+    This is what FSDP2's MixedPrecisionPolicy does: the weights and their gradients stay in float32.
+    """
+
+    def __init__(self, stage: nn.Sequential, last: bool) -> None:
+        super().__init__()
+        self.stage, self.last = stage, last
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weights = {name: weight.to(torch.bfloat16) for name, weight in self.stage.named_parameters()}
+        outputs = torch.func.functional_call(self.stage, weights, inputs.to(torch.bfloat16))
+        return outputs.float() if self.last else outputs
+
+
+def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]:
     """Cut a model into `count` stages with about the same number of parameters; the stages use the model's own layers.
 
-    Raises UsageError if the model is not a chain of layers, if fewer than `count` of them have parameters, or if it has
-    BatchNorm, whose statistics would be those of a micro-batch.
+    With `bf16`, they compute and send in bfloat16. Raises UsageError if the model is not a chain of layers, if fewer
+    than `count` of them have parameters, or if it has BatchNorm, whose statistics would be those of a micro-batch.
     """
     if not isinstance(model, (models.CNN, ViT, nn.Sequential)):
         raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
@@ -32,7 +48,8 @@ def cut(model: nn.Module, count: int) -> list[nn.Sequential]:
     for stage in range(1, count):  # cut nearest to an equal share; each stage gets a layer with parameters
         possible = [start for start in starts[stage:len(starts) - count + stage + 1] if start > max(ends, default=0)]
         ends.append(min(possible, key=lambda start: abs(before[start] - before[-1] * stage / count)))
-    return [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], [*ends, len(layers)])]
+    stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], [*ends, len(layers)])]
+    return [Bf16(stage, stage is stages[-1]) for stage in stages] if bf16 else stages
 
 
 def split_batch(batch_size: int, micro_batches: int | None, processes: int, chunks: int) -> int:
@@ -64,7 +81,7 @@ def create_group(device: torch.device) -> dist.ProcessGroup | None:
 def peer_backend(backend: str, available: Collection[str]) -> str | None:
     """Return the backend for messages between two stages if a better one than the default group's is `available`.
 
-    With nccl, messages to all peers wait in one queue; nccl-lazy has a communicator and a stream for each peer. So torch
-    2.15 warns of nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).
+    With nccl, messages to all peers wait in one queue; nccl-lazy has a communicator and a stream for each peer. So
+    torch 2.15 warns of nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).
     """
     return "nccl-lazy" if backend in ("nccl", "nccl2") and "nccl-lazy" in available else None

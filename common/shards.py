@@ -54,6 +54,18 @@ def reject_gloo(backend: str, device_type: str) -> None:
                          "with the device's own --backend, or use --device cpu")
 
 
+def sum_gradients(model: nn.Module) -> nn.Module:
+    """Let each of FSDP2's units in `model` sum gradients and divide the sums, and return `model`.
+
+    Otherwise, the backend averages, which some do wrongly (github.com/intel/torch-xpu-ops/issues/3020). Older versions
+    of torch cannot change this.
+    """
+    for unit in model.modules():
+        if hasattr(unit, "set_force_sum_reduction_for_comms"):
+            unit.set_force_sum_reduction_for_comms(True)
+    return model
+
+
 class EvenShare(Sampler):
     """Every `count`th of `length` samples, starting at number `rank`; every rank gets the same number of samples.
 
@@ -89,15 +101,13 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
         return content
     mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
+    whole = {path: _unshard(value) for path, value in mine.items() if is_sharded(value)}  # the same on all processes
     held: list[dict] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items()})
-    whole = {}
+    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items() if path not in whole})
     for path in dict.fromkeys(path for paths in held for path in paths):
         owner = next(rank for rank, paths in enumerate(held) if path in paths)
-        value = _fetch(mine.get(path), owner, held[owner][path])
-        if dist.get_rank() == 0:
-            whole[path] = value
-    return nest(whole)
+        whole[path] = _fetch(mine.get(path), owner, held[owner][path])
+    return nest(whole) if dist.get_rank() == 0 else {}
 
 
 def flatten(content: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -125,16 +135,19 @@ def _outline(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
-def _fetch(value: Any, owner: int, outline: Any) -> Any:
-    """Return the whole tensor to rank 0, from all shards or from the rank that owns it; all ranks must call this."""
-    if is_sharded(value):
-        from torch.distributed.tensor import Replicate
+def _unshard(value: "DTensor") -> Tensor | None:
+    """Return the full tensor to rank 0, on the CPU; all ranks must call this."""
+    from torch.distributed.tensor import Replicate
 
-        placements = list(value.placements)
-        for dim in range(len(placements)):  # one dimension at a time: torch warns that it can't merge all of them
-            placements[dim] = Replicate()
-            value = value.redistribute(placements=placements)
-        return value.to_local().cpu() if dist.get_rank() == 0 else None
+    placements = list(value.placements)
+    for dim in range(len(placements)):  # one dimension at a time: torch warns that it can't merge all of them
+        placements[dim] = Replicate()
+        value = value.redistribute(placements=placements)
+    return value.to_local().cpu() if dist.get_rank() == 0 else None
+
+
+def _fetch(value: Any, owner: int, outline: Any) -> Any:
+    """Return a tensor to rank 0, from the rank that owns it; all ranks must call this."""
     if not isinstance(outline, Tensor) or owner == 0:
         return value.cpu() if isinstance(value, Tensor) else outline
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
@@ -214,24 +227,24 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, group: dist.Pr
     """
     held = [parameter for parameter in parameters if not parameter.is_meta]
     gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-    squares: dict[tuple, Tensor] = {}  # keys: the process groups that hold the other shards
-    local = []
+    parts: dict[tuple, list[Tensor]] = {}  # keys: the process groups that hold the other shards
     for gradient in gradients:
         groups: tuple = ()
         if is_sharded(gradient):
             mesh, placements = gradient.device_mesh, gradient.placements
             groups = tuple(mesh.get_group(i) for i, place in enumerate(placements) if not place.is_replicate())
             gradient = gradient.to_local()
-        local.append(gradient)
-        squares[groups] = squares.get(groups, 0) + torch.linalg.vector_norm(gradient).square()
-    for groups, square in squares.items():
-        for part in groups:
-            dist.all_reduce(square, group=part)
+        parts.setdefault(groups, []).append(gradient)
+    squares = []
+    for groups, local in parts.items():
+        squares.append(torch.nn.utils.get_total_norm(local).square())  # few kernels, however many gradients
+        for each in groups:
+            dist.all_reduce(squares[-1], group=each)
     # a pipeline stage may have only frozen layers
-    total = torch.stack([*squares.values()]).sum() if squares else held[0].new_zeros(())
+    total = torch.stack(squares).sum() if squares else held[0].new_zeros(())
     if group is not None:
         dist.all_reduce(total, group=group)
     norm = total.sqrt()
-    if local:
+    for local in parts.values():
         torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1))
     return norm

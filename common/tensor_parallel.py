@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 from torch.torch_version import TorchVersion
 
 from . import shards
@@ -12,6 +14,9 @@ from .errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Several column-split layers inside a module share its input: backward sums their gradients, then reduces the sum once
+ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
 
 def grid(size: int | None, device: torch.device) -> dict[str, Any]:
@@ -31,8 +36,6 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
     also rejects several groups with an old torch: their shards are strided, and torch 2.9.1 saves the wrong momentum
     for them; 2.14.1 does not.
     """
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
     size, found = grid["tensor"].size(), {}
     if 1 < size < grid.size() and TorchVersion(torch.__version__) < "2.14":
         raise UsageError(f"--tensor-parallel {size}: several groups need torch 2.14 or newer; this is "
@@ -42,9 +45,25 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
             raise UsageError(f"--tensor-parallel {size}: does not divide the {module.heads} heads of {name}")
         for pattern in (pattern for pattern in plan if fnmatch(name, pattern)):
             found[pattern] = plan[pattern]
+            if plan[pattern] is ONE_INPUT:
+                continue
             split = module.weight.shape[0 if isinstance(plan[pattern], ColwiseParallel) else 1]
             if split % size:
                 raise UsageError(f"--tensor-parallel {size}: does not divide the width of {name}, {split}")
     if not found:
         raise UsageError("--model: its layers are in no tensor plan; add them at '# new # TP: yours'")
     return found
+
+
+@torch.no_grad()
+def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh") -> None:
+    """Copy the weights and the optimizer state that a tensor group does not split from its first process to the others.
+
+    All processes compute the same values, but a device may sum in another order each time. `mesh` is the "tensor" side.
+    All processes must call this.
+    """
+    values = [value for state in optimizer.state.values() for value in state.values() if shards.is_sharded(value)]
+    for value in [*model.parameters(), *values]:
+        names, places = value.device_mesh.mesh_dim_names or (), value.placements
+        if mesh.mesh_dim_names[0] not in names or places[names.index(mesh.mesh_dim_names[0])].is_replicate():
+            dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)

@@ -7,7 +7,7 @@ from benchmarks.scaling.model import FLOPS, LINKS, NODE, NVLINK, all_reduce, rin
 BATCH = 2 ** 22  # tokens of a step over all GPUs, as for Llama 2
 GPUS = [8, 64, 256, 1024]
 LIMIT = 72e9  # bytes: assumes that CUDA, NCCL and fragmentation take the rest of 80 GB
-SUMS = 2, 4  # all-reduces of a block in forward and backward under train_TP.py's plan
+SUMS = 2, 2  # all-reduces of a block in forward and backward under train_TP.py's plan
 MODELS = {  # `keys`: the width of keys and values; `gated`: an MLP of three matrices
     "1B": {"parameters": 1_013_669_888, "layers": 18, "width": 2048, "keys": 2048, "hidden": 8192, "gated": False,
            "vocabulary": 50304, "sequence": 2048},

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import hold
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import profile
 
 from common import checkpoint, datasets, errors, models
@@ -148,12 +149,16 @@ def test_best_is_the_first_of_the_highest_and_stays_when_accuracy_falls(script, 
 
 def test_a_folder_knows_the_best_score_although_a_later_one_is_lower(script, tmp_path, monkeypatch):
     module, args = script("train_DCP", "--epochs", "2")
+    stagers, save = [], module.dcp.async_save
+    monkeypatch.setattr(module.dcp, "async_save", lambda *parts, async_stager, **options: (
+        stagers.append(async_stager), save(*parts, async_stager=async_stager, **options))[1])
     accuracies = iter([0.5, 0.25])
     monkeypatch.setattr(module, "evaluate", lambda *_: (1.0, {"accuracy": next(accuracies)}))
     module.main(args)
     pairs = json.loads((max(tmp_path.glob("step-*")) / "values.json").read_text())
     values = {tuple(keys): value for keys, value in pairs}
     assert (values["score",], values["best_score",]) == (0.25, 0.5)
+    assert len(stagers) == 2 and len(set(stagers)) == 1  # whose memory both saves use
 
 
 @pytest.mark.parametrize("name", ["train_FSDP", "train_TP", "train_DCP", "train_PP"])
@@ -176,6 +181,32 @@ def test_one_replica_is_sharded_over_a_mesh_of_one_dimension(script, monkeypatch
         found.append((mesh.ndim, mesh.mesh_dim_names)), shard(*parts, mesh=mesh, **options))[1])
     module.main(args)
     assert set(found) == {(1, ("shard",))}
+
+
+def test_each_unit_sums_gradients_where_torch_can(script, monkeypatch):
+    """The units are the root and its blocks; a backend's own average may be wrong."""
+    module, args = script("train_FSDP")
+    asked, units, shard = [], [], module.fully_shard
+    monkeypatch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda unit, wanted: asked.append(
+        (unit, wanted)), raising=False)
+    monkeypatch.setattr(module, "fully_shard", lambda *parts, **options: (
+        units.append(parts[0]), shard(*parts, **options))[1])
+    module.main(args)
+    assert len(units) > 2 and asked == [(unit, True) for unit in units[-1:] + units[:-1]]
+
+
+def test_only_the_root_returns_float32(script, monkeypatch):
+    """Between blocks, --bf16 does not cast up and down."""
+    module, args = script("train_FSDP", "--bf16", "--model", "vit")
+    found, shard = [], module.fully_shard
+    monkeypatch.setattr(module, "fully_shard", lambda *parts, mp_policy, **options: (
+        found.append(mp_policy.output_dtype), shard(*parts, mp_policy=mp_policy, **options))[1])
+    seen = []
+    criterion = module.criterion
+    monkeypatch.setattr(module, "criterion", lambda outputs, labels: (
+        seen.append(outputs.dtype), criterion(outputs, labels))[1])
+    module.main(args)
+    assert len(found) > 2 and found == [None] * (len(found) - 1) + [torch.float32] and set(seen) == {torch.float32}
 
 
 def test_the_average_has_the_statistics_that_rank_0_sent(script, tmp_path, monkeypatch):

@@ -5,8 +5,12 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import profile
 
 from common import folders, models, pipeline, shards
 from common.errors import UsageError
@@ -70,6 +74,17 @@ def test_stages_have_even_shares_of_the_parameters(count):
     assert 85e6 < whole == sum(sizes) and max(sizes) < 1.01 * whole / count
 
 
+def test_stages_in_bf16_keep_weights_and_gradients_in_float32():
+    model = models.create_model("vit", 10, (1, 28, 28))
+    images = torch.rand(3, 1, 28, 28)
+    first, last = pipeline.cut(model, 2, bf16=True)
+    assert first(images).dtype == torch.bfloat16
+    outputs = last(first(images))
+    assert outputs.dtype == torch.float32 and 0 < (outputs - model(images)).abs().max() < 0.05
+    outputs.square().sum().backward()
+    assert {(part.dtype, part.grad.dtype) for part in model.parameters()} == {(torch.float32, torch.float32)}
+
+
 @pytest.mark.parametrize(("model", "message"), [
     (models.create_model("cnn", 10, (1, 28, 28)), "7 pipeline stages: the model has only 6 layers"),
     (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "BatchNorm would see micro-batches"),
@@ -98,6 +113,19 @@ def test_batchnorm_is_refused_where_it_would_be_wrong(options, named):
         models.blocks(model, *options)
 
 
+def test_the_norm_takes_few_kernels_however_many_gradients_there_are():
+    """On a GPU, an operator here is a kernel or two; aten::to only returns its argument."""
+    counts = []
+    for layers in (2, 20):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        model(torch.ones(1, 2)).sum().backward()
+        with profile() as profiler:
+            shards.clip_grad_norm(model.parameters(), 1.0)
+        outermost = [event.name for event in profiler.events() if event.cpu_parent is None and event.name != "aten::to"]
+        counts.append(len(outermost))
+    assert counts[0] == counts[1] < 20
+
+
 @pytest.mark.parametrize("limit", [0.1, 1e6])  # gradients below the limit stay as they are
 def test_clipping_without_shards_is_torchs(limit):
     model = models.create_model("cnn", 10, (1, 28, 28))
@@ -123,6 +151,29 @@ def test_a_model_is_filled_with_its_buffers_and_the_source_is_freed(alone, tmp_p
     found = dict([*model.named_parameters(), *model.named_buffers()])
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert tensors == {}
+
+
+def test_shards_are_gathered_without_announcing_each_of_them(alone, tmp_path, monkeypatch):
+    """Every process knows which tensors are sharded: only other values are announced, however many ranks there are."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = fully_shard(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), mesh=init_device_mesh("cpu", (1,)))
+    announced, send = [], dist.all_gather_object
+    monkeypatch.setattr(dist, "all_gather_object", lambda held, mine: (announced.append(mine), send(held, mine))[1])
+    content = shards.gather({"model": model.state_dict(), "epoch": 3})
+    buffers = {("model", name) for name, _ in model.named_buffers()}
+    assert len(buffers) == 3 and announced[0].keys() == buffers | {("epoch",)}
+    assert content["epoch"] == 3 and content["model"].keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
+        assert torch.equal(content["model"][name], whole)
+
+
+def test_a_second_save_reuses_the_memory_of_the_first():
+    stager, weights = folders.create_stager("cpu"), torch.zeros(1000)
+    first = stager.stage({"weights": weights})["weights"].data_ptr()
+    weights += 1
+    second = stager.stage({"weights": weights})["weights"]
+    assert second.data_ptr() == first != weights.data_ptr() and torch.equal(second, weights)
 
 
 def make_folder(path, metadata=None, values="[]"):

@@ -1,0 +1,30 @@
+"""train_TP.py's plan on a simulated group of two ranks: torch's fake one, which completes every collective at once."""
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train_TP
+from common import models, tensor_parallel
+
+
+@pytest.fixture
+def grid():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", **tensor_parallel.grid(2, torch.device("cpu")))
+    dist.destroy_process_group()
+
+
+def test_a_block_needs_two_sums_in_forward_and_two_in_backward(grid):
+    """The gradients of the queries, keys and values meet before they travel; blocks of four layers: four times each."""
+    model = models.create_model("vit", 10, (1, 28, 28))
+    parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, train_TP.PLAN, grid))
+    with CommDebugMode() as counted:
+        outputs = model(torch.rand(2, 1, 28, 28))
+    assert counted.get_total_counts() == 2 * len(model.blocks)
+    with CommDebugMode() as counted:
+        outputs.sum().backward()
+    assert counted.get_total_counts() == 2 * len(model.blocks)
