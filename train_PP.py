@@ -21,7 +21,7 @@ from functools import partial
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # PP
-from common import pipeline, shards
+from common import initial, pipeline, shards
 
 import torch
 
@@ -157,9 +157,8 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    # new # PP: one whole model, in rank 0's host memory; on the meta device, tensors have no data
-    with torch.device("cpu" if reduce.is_main_process() else "meta"):
-        model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
+    # new # PP: without data; every process draws the same weights later, and keeps those of its layers
+    model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
@@ -171,7 +170,7 @@ def main(args):
 
     # new # PP: the layers of other processes stay on the meta device, under their names
     parts = pipeline.cut(model, world_size * args.chunks, args.bf16)[rank::world_size]
-    shards.fill(model, shards.detach_tensors(model), device, parts)
+    shards.fill(model, weights, device, parts)
     group = pipeline.create_group(device)
     schedule = create_schedule(parts, micro_batches, device, group, criterion)
     model.forward = partial(forward, create_schedule(parts, micro_batches, device, group), local_batch_size)
@@ -230,8 +229,7 @@ def main(args):
             loss = sum(losses, torch.zeros((), device=device)) / micro_batches
 
             # new # PP: the norm over all stages
-            if args.clip_norm:
-                shards.clip_grad_norm(model.parameters(), args.clip_norm, dist.group.WORLD)
+            shards.clip_grad_norm(model.parameters(), args.clip_norm, dist.group.WORLD)
 
             optimizer.step()
             loss_sum += loss.detach()

@@ -18,7 +18,7 @@ from datetime import timedelta
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # FSDP
-from common import shards
+from common import initial, recipe, shards
 
 # new # TP
 from common import tensor_parallel
@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 # new # FSDP
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 # new # TP
@@ -85,6 +84,7 @@ def parse_args():
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute in backward()")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, in evaluation too")
+    parser.add_argument("--compile", action="store_true", help="compile each block of the model")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
@@ -139,7 +139,7 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # TP: the processes of a tensor group read the same samples
-    grid = init_device_mesh(device.type, **tensor_parallel.grid(args.tensor_parallel, device))
+    grid = dist.init_device_mesh(device.type, **tensor_parallel.grid(args.tensor_parallel, device))
     rank, world_size = grid["data"].get_local_rank(), grid["data"].size()
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
@@ -158,9 +158,8 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    # new # FSDP: one whole model, in rank 0's host memory; on the meta device, tensors have no data
-    with torch.device("cpu" if reduce.is_main_process() else "meta"):
-        model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
+    # new # FSDP: without data; every process draws the same weights later, and keeps its shard of each
+    model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
@@ -170,23 +169,25 @@ def main(args):
     if args.freeze_layers:
         models.freeze_layers(model)
 
-    # new # FSDP: set the weights aside; no channels-last, which a shard cannot keep
-    tensors = shards.detach_tensors(model)
-
     # new # TP: split the layers first; FSDP2 then shards each part over the groups
     mesh = grid["data"]
 
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
-    policy_at_root = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
-    reshard = args.reshard_after_forward == "yes"
+    root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    blocks = models.blocks(model, args.activation_checkpointing, args.bf16)
 
     # new # TP
     parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, PLAN, grid))
 
-    for block in models.blocks(model, args.activation_checkpointing, args.bf16):
+    for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=policy_at_root))
-    shards.fill(model, tensors, device)
+    parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=root_policy))
+    model.register_forward_pre_hook(shards.channels_last)
+    shards.fill(model, weights, device)
+
+    # new # FSDP: block by block: equal blocks compile once
+    if args.compile:
+        recipe.compile_blocks(model)
 
     # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
     lr = args.lr * args.batch_size / 128
@@ -243,8 +244,7 @@ def main(args):
             loss.backward()
 
             # new # FSDP: the norm over all shards
-            if args.clip_norm:
-                shards.clip_grad_norm(model.parameters(), args.clip_norm)
+            shards.clip_grad_norm(model.parameters(), args.clip_norm)
 
             optimizer.step()
             loss_sum += loss.detach()

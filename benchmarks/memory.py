@@ -4,9 +4,10 @@
     python -m benchmarks.memory --model vit --processes 2 --scripts train_DDP.py train_FSDP.py
 
 It launches each script on a CPU, follows the storage of every tensor, and ends the launch after the third step. It
-reports the peak of this step: momentum and DDP's final buckets exist only after the first two. The resident set size
-would also count torch itself and memory that the allocator keeps. What a kernel or gloo allocates internally is not
-counted. `python -m benchmarks.compare --show` writes the table into docs/speed.md.
+reports the peak of this step: momentum and DDP's final buckets exist only after the first two. It also prints rank 0's
+peak while the script creates the model, until it could resume from a checkpoint. The resident set size would also count
+torch itself and memory that the allocator keeps. What a kernel or gloo allocates internally is not counted.
+`python -m benchmarks.compare --show` writes the table into docs/speed.md.
 """
 import gc
 import itertools
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import memory_table, path_of, save
-from common import cli, endings
+from common import checkpoint, cli, endings
 
 SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
 STEPS = 3
@@ -76,7 +77,13 @@ def divide(sizes: dict[int, int], parts: dict[str, set[int]]) -> dict[str, int]:
 
 def watch(script: str, *arguments: str) -> None:
     """Run a script in this process for STEPS steps; rank 0 prints what every rank held, as JSON."""
-    storages, steps = Storages(), itertools.count(1)
+    storages, steps, resume = Storages(), itertools.count(1), checkpoint.resume
+    start: list[int] = []
+
+    def note_start(*arguments, **options):
+        start.append(sum(storages.peak.values()))
+        storages.__exit__(None, None, None)
+        return resume(*arguments, **options)
 
     @torch.no_grad()
     def note(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -99,7 +106,7 @@ def watch(script: str, *arguments: str) -> None:
         in_buckets = any(each.gradient_as_bucket_view for each in wrappers)
         parts = {"weights": numbers(weights), "buckets": gradients if in_buckets else set(), "gradients": gradients,
                  "optimizer": numbers(tree_leaves(list(optimizer.state.values())))}
-        mine = {"held": divide(storages.sizes(), parts), "peak": divide(storages.peak, parts)}
+        mine = {"start": start[0], "held": divide(storages.sizes(), parts), "peak": divide(storages.peak, parts)}
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         measure.show(every)
@@ -107,6 +114,8 @@ def watch(script: str, *arguments: str) -> None:
         sys.exit()
 
     register_optimizer_step_pre_hook(note)
+    checkpoint.resume = note_start
+    storages.__enter__()
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
@@ -124,6 +133,8 @@ def main() -> None:
         ranks, _ = measure.launch_and_read(processes, "benchmarks.memory", "watch", script, *measure.task_of(args, 1),
                                            "--workers", "0", "--output-dir", f"runs/memory/{script}")
         runs.append({"script": script, "processes": processes, "ranks": ranks})
+        peak = ranks[0]["start"] / 2**20
+        tqdm.write(f"{script} on {processes}: rank 0 held at most {peak:.1f} MiB before training")
         content = {"machine": where, "arguments": vars(args), "runs": runs}
         save(path_of("memory", where, args.dataset, args.model), content)
     print(memory_table(content))

@@ -138,6 +138,8 @@ def load_weights(model: nn.Module, path: str) -> None:
     if not taken:
         raise UsageError(f"--weights {path}: no tensor in it matches the model by name and shape")
     model.load_state_dict({name: taken[name] for name in taken if not wanted[name].is_meta}, strict=False)
+    model.load_state_dict({name: tensor.to(wanted[name].dtype).contiguous() for name, tensor in taken.items()
+                           if wanted[name].is_meta}, strict=False, assign=True)
     if is_main_process():
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
                 "of another shape": wanted.keys() & content.keys() - taken.keys()}

@@ -2,6 +2,7 @@
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def split_batch(batch_size: int, micro_batches: int | None, processes: int, chun
     return number
 
 
-def create_group(device: torch.device) -> dist.ProcessGroup | None:
+def create_group(device: torch.device) -> Any:
     """Return the group through which stages send, or None for the default group; raise UsageError for gloo on a GPU.
 
     All processes must call this.

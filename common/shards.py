@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 from .checkpoint import copied
 from .endings import end_at_once
 from .errors import UsageError
+from .initial import Weights, named_tensors
 from .reduce import get_world_size
 
 if TYPE_CHECKING:
@@ -54,6 +55,26 @@ def reject_gloo(backend: str, device_type: str) -> None:
                          "with the device's own --backend, or use --device cpu")
 
 
+def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield the blocks for FSDP2 to shard, and whether to free their weights after the forward pass if `reshard`.
+
+    A block with less than a tenth of the largest block's parameters, such as a stem or a classifier, stays in the
+    root's unit: small messages cost mostly latency. The last block keeps its weights, because backward starts with it.
+    """
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    large = [block for block, size in zip(blocks, sizes) if size * 10 >= max(sizes)]
+    for block in large:
+        yield block, reshard and block is not large[-1]
+
+
+def channels_last(model: nn.Module, inputs: tuple) -> tuple:
+    """Return a model's inputs with images in channels-last layout, the fastest for convolutions: a forward pre-hook.
+
+    The weights stay contiguous: FSDP2 rejects others.
+    """
+    return tuple(value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value for value in inputs)
+
+
 def sum_gradients(model: nn.Module) -> nn.Module:
     """Let each of FSDP2's units in `model` sum gradients and divide the sums, and return `model`.
 
@@ -62,7 +83,7 @@ def sum_gradients(model: nn.Module) -> nn.Module:
     """
     for unit in model.modules():
         if hasattr(unit, "set_force_sum_reduction_for_comms"):
-            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     return model
 
 
@@ -184,47 +205,48 @@ def _share(value: Any, like: Any) -> Any:
         return copied(value)
     if like.is_meta:
         return torch.empty_like(value, device="meta")
-    if not is_sharded(like):
-        return copied(value)
+    return _cut(value, like).clone() if is_sharded(like) else copied(value)
+
+
+def _cut(whole: Tensor, like: "DTensor") -> Tensor:
+    """Return this process's shard of the full tensor `whole`, sharded as `like` is."""
     from torch.distributed.tensor import distribute_tensor
 
     # src_data_rank=None: each process has the whole tensor and cuts its shard out, without communication
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()
-
-
-def detach_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Move a model's parameters and buffers to the meta device; return the original ones as {name: tensor}."""
-    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    model.to("meta")
-    return tensors
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device,
-         held: Sequence[nn.Module] | None = None) -> None:
-    """Move a model from the meta device to `device` and fill it with rank 0's `tensors`, or with shards of them.
+def fill(model: nn.Module, weights: Weights, device: torch.device, held: Sequence[nn.Module] | None = None) -> None:
+    """Move a model from the meta device to `device` and fill it with its initial weights, or with shards of them.
 
-    With `held`, only these parts of the model move. All processes must call this. It broadcasts one tensor at a time,
-    and removes it from `tensors` to free its memory. It also fills buffers that a `state_dict` omits.
+    Tensors that have data keep it: load_weights() has read them. With `held`, only these parts of the model move. All
+    processes must call this. It handles one tensor at a time, and also buffers that a `state_dict` omits.
     """
+    loaded = {name: tensor.detach() for name, tensor in named_tensors(model) if not tensor.is_meta}
+    if loaded:
+        model.to("meta")
     for part in [model] if held is None else held:
         part.to_empty(device=device)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        whole = tensors.pop(name).to(device) if dist.get_rank() == 0 else torch.empty(
-            tensor.shape, dtype=tensor.dtype, device=device)
-        dist.broadcast(whole, 0)
-        if not tensor.is_meta:
-            tensor.copy_(_share(whole, tensor) if is_sharded(tensor) else whole)
+    places = dict(named_tensors(model))
+    for name, whole in chain(loaded.items(), weights.draw([name for name in places if name not in loaded], device)):
+        place = places[name]
+        if not place.is_meta:
+            place.copy_(_cut(whole, place) if is_sharded(place) and not is_sharded(whole) else whole)
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
+                   group: dist.ProcessGroup | None = None) -> Tensor | None:
     """Scale the gradients of `parameters` down to the norm `max_norm` if their norm is greater; return their norm.
 
-    It is the norm of the full gradients. torch's clip_grad_norm_ rejects parameters on different meshes, and in torch
-    2.9 returns the norm of one shard. With `group`, whose processes have different parameters (the stages of a
-    pipeline), the norm covers the parameters of all of them. All processes must call this.
+    Without `max_norm`, it does nothing. The norm is that of the full gradients. torch's clip_grad_norm_ rejects
+    parameters on different meshes, and in torch 2.9 returns the norm of one shard. With `group`, whose processes have
+    different parameters (the stages of a pipeline), the norm covers the parameters of all of them. All processes must
+    call this.
     """
+    if max_norm is None:
+        return None
     held = [parameter for parameter in parameters if not parameter.is_meta]
     gradients = [parameter.grad for parameter in held if parameter.grad is not None]
     parts: dict[tuple, list[Tensor]] = {}  # keys: the process groups that hold the other shards

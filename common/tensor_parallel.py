@@ -62,8 +62,9 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
     All processes compute the same values, but a device may sum in another order each time. `mesh` is the "tensor" side.
     All processes must call this.
     """
-    values = [value for state in optimizer.state.values() for value in state.values() if shards.is_sharded(value)]
-    for value in [*model.parameters(), *values]:
-        names, places = value.device_mesh.mesh_dim_names or (), value.placements
-        if mesh.mesh_dim_names[0] not in names or places[names.index(mesh.mesh_dim_names[0])].is_replicate():
+    name, = mesh.mesh_dim_names or ("",)
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    for value in filter(shards.is_sharded, [*model.parameters(), *values]):
+        places = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements))
+        if name not in places or places[name].is_replicate():
             dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)

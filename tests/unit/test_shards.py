@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile
 
-from common import folders, models, pipeline, shards
+from benchmarks.memory import Storages
+from common import folders, initial, models, pipeline, shards
 from common.errors import UsageError
 
 
@@ -102,6 +103,7 @@ def test_nested_values_come_apart_and_together():
 def test_a_stage_whose_layers_are_frozen_has_nothing_to_clip():
     frozen = nn.Linear(2, 2).requires_grad_(False)
     assert shards.clip_grad_norm(frozen.parameters(), 1.0) == 0
+    assert shards.clip_grad_norm(frozen.parameters(), None) is None
 
 
 @pytest.mark.parametrize(("options", "named"), [
@@ -139,18 +141,93 @@ def test_clipping_without_shards_is_torchs(limit):
         assert torch.allclose(left, right)
 
 
-def test_a_model_is_filled_with_its_buffers_and_the_source_is_freed(alone, tmp_path):
-    """A buffer that is in no state_dict, too; to_empty() leaves what is not filled with any values."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model.register_buffer("table", torch.arange(4.0), persistent=False)
-    expected = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
-    tensors = shards.detach_tensors(model)
-    assert all(value.is_meta for value in model.state_dict().values())
-    shards.fill(model, tensors, torch.device("cpu"))
-    found = dict([*model.named_parameters(), *model.named_buffers()])
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    assert tensors == {}
+class Foreign(nn.Module):
+    """Layers that draw in many ways; weights of two names, a buffer that is in no state_dict, a layer drawn twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.attention, self.words = nn.MultiheadAttention(8, 2), nn.Embedding(5, 8, padding_idx=1)
+        self.norm, self.lstm, self.head = nn.BatchNorm1d(8), nn.LSTM(8, 8), nn.Linear(8, 5)
+        self.head.weight = self.words.weight
+        nn.init.xavier_normal_(self.lstm.weight_hh_l0)
+        with torch.no_grad():
+            self.head.bias.mul_(0.5).add_(1)
+        self.register_buffer("table", torch.arange(6.0).reshape(2, 3).t().contiguous(), persistent=False)
+
+
+class Unknown(nn.Module):
+    """What cannot be drawn again: values from elsewhere, or code that does nothing without data."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        if kind == "data":
+            self.register_buffer("table", torch.tensor([1.0, 2.0]))
+        elif kind == "truncated":
+            nn.init.trunc_normal_(self.layer.weight, std=0.02)
+        elif kind == "on the host":
+            self.scale = nn.Parameter(torch.empty(3, device="cpu").normal_())
+
+
+def tensors_of(model):
+    """Return a model's tensors by name, those with two names twice."""
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+CREATE = {"cnn": lambda: models.create_model("cnn", 10, (1, 28, 28)), "foreign": Foreign,
+          "vit": lambda: models.create_model("vit", 10, (1, 28, 28)),
+          "resnet18": lambda: models.create_model("resnet18", 10, (3, 32, 32)),
+          **{kind: lambda kind=kind: Unknown(kind) for kind in ("data", "truncated", "on the host")}}
+
+
+@pytest.mark.parametrize("name", CREATE)
+def test_a_model_is_filled_with_the_weights_of_one_device(alone, tmp_path, name):
+    """Its buffers, too; to_empty() would leave any values in what is not filled. Only then are the weights drawn."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.manual_seed(3)
+    expected = {key: value.clone() for key, value in tensors_of(CREATE[name]()).items()}
+    torch.manual_seed(3)
+    model, weights = initial.outline(CREATE[name])
+    assert all(value.is_meta for value in tensors_of(model).values())
+    assert bool(weights.whole) == (name in ("data", "truncated", "on the host"))
+    shards.fill(model, weights, torch.device("cpu"))
+    found = tensors_of(model)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    assert not weights.whole and not weights.recorder
+
+
+def test_a_layer_drawn_twice_is_held_once(alone, tmp_path):
+    """While one tensor is drawn and used, no other one exists."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model, weights = initial.outline(CREATE["resnet18"])
+    names = [*tensors_of(model)]
+    largest = max(value.nbytes for value in tensors_of(model).values())
+    storages = Storages()
+    with storages:
+        assert len([name for name, _ in weights.draw(names, torch.device("cpu"))]) == len(names)
+    assert largest <= sum(storages.peak.values()) < 1.1 * largest
+
+
+@pytest.mark.parametrize(("name", "shape", "blocks", "units"), [
+    ("cnn", (1, 28, 28), 6, 5), ("vit", (1, 28, 28), 6, 5), ("vit_base", (3, 224, 224), 14, 14),
+    ("resnet18", (3, 224, 224), 11, 5), ("resnet50", (3, 224, 224), 19, 10)])
+def test_small_blocks_join_the_roots_unit_and_the_last_block_keeps_its_weights(name, shape, blocks, units):
+    with torch.device("meta"):
+        found = models.blocks(models.create_model(name, 1000, shape))
+    each = [*shards.units(found, True)]
+    assert (len(found), len(each)) == (blocks, units)
+    assert [reshard for _, reshard in each] == [True] * (units - 1) + [False]
+    assert not any(reshard for _, reshard in shards.units(found, False))
+
+
+def test_images_are_channels_last_and_weights_are_not():
+    model = models.create_model("cnn", 10, (3, 32, 32))
+    seen = []
+    model.register_forward_pre_hook(shards.channels_last)
+    model.features[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(torch.rand(2, 3, 32, 32))
+    assert seen[0].is_contiguous(memory_format=torch.channels_last) and model.features[0].weight.is_contiguous()
 
 
 def test_shards_are_gathered_without_announcing_each_of_them(alone, tmp_path, monkeypatch):
