@@ -1,0 +1,220 @@
+"""check.py names the faults of machines: two hosts, a Slurm of two nodes, stopped, slow and missing ranks, bad folders."""
+import contextlib
+import datetime
+import json
+import os
+import signal
+import threading
+import time
+
+import hosts
+import pytest
+import slurm
+from conftest import PYTHON, ROOT, TORCHRUN, good, run
+from live import Live
+from test_check import by_hand, free_port, names
+
+on_hosts = pytest.mark.skipif(bool(hosts.missing()), reason=f"needs {hosts.missing()}")
+CHECK = [PYTHON, "check.py", "--cpu", "--json"]
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount file systems")
+PORT = 29512  # on hosts that nobody else uses
+
+
+@pytest.fixture
+def both():
+    with hosts.pair() as both:
+        yield both
+
+
+def report(live, code, seconds=200):
+    """Return what a rank has reported, once it has ended."""
+    assert live.end(seconds) == code, live.said()
+    return json.loads(live.out[-1])
+
+
+def texts(said, name):
+    return " ".join(each["text"] for each in said["findings"] if each["name"] == name)
+
+
+@contextlib.contextmanager
+def ranks(world, *options, port=None, without=()):
+    """Start ranks by hand, all on this machine."""
+    port = port or free_port()
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Live(*CHECK, *options, env=by_hand(rank, world, port)))
+               for rank in range(world) if rank not in without]
+
+
+def wait_until_there(port, rank):
+    """Wait until a rank has said in rank 0's store that it has come."""
+    import torch.distributed as dist
+
+    end = time.monotonic() + 200
+    while True:
+        with contextlib.suppress(RuntimeError):
+            store = dist.TCPStore("localhost", port, wait_for_workers=False, timeout=datetime.timedelta(seconds=9))
+            while not store.check([f"check.py/facts/{rank}"]):
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            return
+        assert time.monotonic() < end
+
+
+def mounted(folder, size, command):
+    """Return a command that sees an empty file system of its own in a folder."""
+    return ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} none {folder} && exec "$@"', "sh",
+            *map(str, command)]
+
+
+def on_host(host, rank, *options):
+    return Live(*host.command(*CHECK, *options), env=by_hand(rank, 2, PORT, "cook1"))
+
+
+def test_four_processes(tmp_path):
+    said = json.loads(good(run(*TORCHRUN, "--nproc-per-node=4", *CHECK[1:], "--folder", tmp_path)).out)
+    assert [facts["rank"] for facts in said["ranks"]] == [0, 1, 2, 3]
+    assert all(facts["wrong"] == [] and facts["sees"] and facts["locks"] for facts in said["ranks"])
+    assert all(len(rows) >= 3 for rows in said["bandwidth"].values()) and len(said["bandwidth"]) == 4
+
+
+@on_hosts
+def test_two_hosts(both, tmp_path):
+    command = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=cook1:{PORT}",
+               "--rdzv-id=check", *CHECK[1:], "--folder", tmp_path]
+    with Live(*both[0].command(*command)) as first, Live(*both[1].command(*command)) as second:
+        assert first.end(200) == second.end(60) == 0, first.said() + second.said()
+        said = json.loads((first.out + second.out)[-1])
+    assert {facts["host"] for facts in said["ranks"]} == {"cook1", "cook2"}
+    assert {tuple(facts["peer"][1:3]) for facts in said["ranks"]} == {("eth0", host.address) for host in both}
+
+
+@on_hosts
+def test_a_blocked_port_is_named(both):
+    """cook1 receives what is sent to rank 0's port, but its answers are lost, as behind a firewall."""
+    run(*both[0].command("ip", "rule", "add", "pref", "1", "ipproto", "tcp", "sport", PORT, "blackhole"))
+    with on_host(both[0], 0, "--limit", "60") as first, on_host(both[1], 1, "--limit", "8") as second:
+        second.wait_for('^{"stage"', 200)
+        said = json.loads(second.out[-1])
+        assert names(said) == ["port"] and "rank 1 on cook2 cannot reach cook1" in said["findings"][0]["text"]
+        assert "timed out" in said["findings"][0]["text"]
+        said = report(first, 1)
+        assert names(said)[0] == "missing" and "rank 1" in texts(said, "missing")
+        assert second.end(60) == 1
+
+
+@on_hosts
+def test_hosts_whose_other_ports_are_blocked_are_named(both):
+    """The store can be reached, but nothing that gloo would connect to: the group is not even tried."""
+    run(*both[0].command("ip", "rule", "add", "pref", "1", "ipproto", "tcp", "sport", "32768-60999", "blackhole"))
+    with on_host(both[0], 0, "--limit", "60") as first, on_host(both[1], 1, "--limit", "60") as second:
+        said = report(first, 1)
+        assert names(said)[0] == "pairs" and "group" not in " ".join(first.err)
+        assert "rank 1 on cook2: cannot reach rank 0 on cook1 at 10.97.0.1" in texts(said, "pairs")
+        assert second.end(60) == 1
+
+
+@on_hosts
+def test_a_name_that_leads_nowhere_else_is_named(both):
+    """Debian's /etc/hosts: the host's own name is a loopback address, which gloo tells the others."""
+    for host in both:
+        run(*host.command("sh", "-c", f"sed -i 's/^{host.address} /127.0.1.1 /' /etc/hosts"))
+    with Live(*both[0].command(*CHECK), env=by_hand(0, 2, PORT, both[0].address)) as first, \
+            Live(*both[1].command(*CHECK), env=by_hand(1, 2, PORT, both[0].address)) as second:
+        said = report(first, 1)
+        assert names(said)[0] == "pairs" and "127.0.1.1" in texts(said, "pairs")
+        assert second.end(60) == 1
+
+
+def test_a_stopped_rank_is_named():
+    """Ranks 0 and 1 have come; rank 1 is stopped; only then rank 2 comes."""
+    port = free_port()
+    with ranks(3, "--limit", "40", port=port, without=[2]) as (first, second):
+        wait_until_there(port, 1)
+        os.kill(second.process.pid, signal.SIGSTOP)
+        with ranks(3, "--limit", "40", port=port, without=[0, 1]) as (third,):
+            said = report(first, 1)
+            assert third.end(60) == 1
+    assert names(said)[0] == "silent" and texts(said, "silent").startswith("rank 1 on")
+
+
+def test_a_stopped_store_is_named():
+    """Rank 0 listens, but is stopped: the kernel accepts connections that nobody answers."""
+    port = free_port()
+    with ranks(2, "--limit", "40", port=port, without=[1]) as (first,):
+        wait_until_there(port, 0)
+        os.kill(first.process.pid, signal.SIGSTOP)
+        with ranks(2, "--limit", "5", port=port, without=[0]) as (second,):
+            said = report(second, 1)
+    assert names(said)[0] == "store" and "rank 1" in texts(said, "store")
+
+
+def test_a_slow_rank_is_named():
+    """Rank 1 pauses four fifths of the time, in the stages after the start."""
+    with ranks(2, "--limit", "60") as (first, second):
+        first.wait_for(" folder| group", 200)
+        ended = threading.Event()
+
+        def hold_up():
+            while not ended.is_set():
+                for number, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.05)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(second.process.pid, number)
+                    ended.wait(seconds)
+
+        thread = threading.Thread(target=hold_up)
+        thread.start()
+        try:
+            first.wait_for(" bandwidth", 200)
+        finally:
+            ended.set()
+            thread.join()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(second.process.pid, signal.SIGCONT)
+        said = report(first, 0)
+        assert second.end(60) == 0
+    assert "rank 1 on" in texts(said, "slow-rank"), said["findings"]
+
+
+@AS_ROOT
+@pytest.mark.parametrize(("size", "name"), [("200m", "not-shared"), ("1m", "disk-full")])
+def test_a_folder_that_is_not_shared_or_full(tmp_path, size, name):
+    """Rank 1 has a file system of its own in the folder; it is full after 1 MiB."""
+    port = free_port()
+    command = [*CHECK, "--folder", tmp_path, "--limit", "60"]
+    with Live(*command, env=by_hand(0, 2, port)) as first, \
+            Live(*mounted(tmp_path, size, command), env=by_hand(1, 2, port)) as second:
+        said = report(first, 1)
+        assert second.end(60) == 1
+    assert names(said)[0] == name and texts(said, name).startswith("rank 1 on")
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    result = run(*CHECK, "--folder", tmp_path / "none")
+    said = json.loads(result.out)
+    assert result.code == 1 and names(said)[0] == "folder" and "No such file" in texts(said, "folder")
+
+
+@AS_ROOT
+def test_little_shared_memory_and_few_open_files():
+    limited = ["prlimit", "--nofile=200", *CHECK]
+    result = run(*mounted("/dev/shm", "1m", limited))
+    said = json.loads(result.out)
+    assert result.code == 1 and {"shm", "open-files"} <= {*names(said)}
+    assert "/dev/shm has 1 MiB" in texts(said, "shm") and "200 open files" in texts(said, "open-files")
+
+
+def test_a_port_in_use_is_named():
+    import socket
+
+    with socket.create_server(("", 0)) as server:
+        result = run(*CHECK, env=by_hand(0, 2, server.getsockname()[1]))
+    assert result.code == 1 and names(json.loads(result.out)) == ["port-in-use"]
+
+
+@pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")
+def test_tasks_of_srun(tmp_path):
+    with slurm.cluster() as environment:
+        settings = {name: environment[name] for name in ("SLURM_CONF", "PATH")}
+        result = good(run("srun", "-N2", "-n2", "--kill-on-bad-exit=1", *CHECK, "--folder", tmp_path, cwd=ROOT, env=settings))
+    said = json.loads(result.out)
+    assert [facts["rank"] for facts in said["ranks"]] == [0, 1] and said["stage"] == "report"
