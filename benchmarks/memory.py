@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--scripts", nargs="+", choices=measure.training_scripts(), default=SCRIPTS, help="to launch")
     parser.set_defaults(model="vit_base", device="cpu")
     args = parser.parse_args()
-    where = measure.machine(torch.device("cpu"), "train*.py", "common", "benchmarks/*.py")
+    where = measure.machine(torch.device(args.device), "train*.py", "common", "benchmarks/*.py")
     runs = []
     turns = [(script, processes) for processes in args.processes for script in args.scripts]
     for script, processes in tqdm(turns, "launches", disable=None):

@@ -144,10 +144,10 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300, quiet=True):
     return Finished(process.returncode, GLOO.sub("", out), err)
 
 
-def unexplained(err):
-    """Return the lines of NOISE on standard error that no pattern of EXPLAINED allows."""
+def unexplained(err, noise=NOISE, explained=EXPLAINED):
+    """Return the lines of `noise` on standard error that no pattern of `explained` allows."""
     return [line for line in re.split(r"[\r\n]+", err)
-            if NOISE.search(line) and not any(re.search(known, line) for known in EXPLAINED)]
+            if noise.search(line) and not any(re.search(known, line) for known in explained)]
 
 
 def py_spy():
@@ -392,3 +392,20 @@ def pytest_collection_modifyitems(items):
         if ROOT / "tests/drills" in item.path.parents and not (
                 item.get_closest_marker("long") or item.get_closest_marker("nightly")):
             item.add_marker("drill")
+
+
+def _not_run(reporter):
+    return [report for report in reporter.stats.get("skipped", []) if "gpu" in report.keywords]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List each test for GPUs that this machine cannot run, with the reason."""
+    for report in _not_run(terminalreporter):
+        terminalreporter.line(f"NOT RUN {report.nodeid}: {report.longrepr[2].removeprefix('Skipped: ')}")
+
+
+def pytest_sessionfinish(session):
+    """Do not end with exit code 0 if every test that was to run is one of those."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # None in a process of pytest-xdist
+    if reporter and _not_run(reporter) and not reporter.stats.get("passed") and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROOT = DOCS.parent
-PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *DOCS.glob("*.md"))]
+PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *DOCS.glob("**/*.md"))]
 EXAMPLES = runpy.run_path(str(DOCS / "examples/errors.py"))
 ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").read_text().splitlines()
         if line.startswith("| ") and not line.startswith("| the terminal")]

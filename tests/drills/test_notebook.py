@@ -1,0 +1,49 @@
+"""docs/kaggle.ipynb runs from its first cell to its last, on a CPU; and the report that it writes survives a kill."""
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import PYTHON, ROOT, good, run
+from live import Live
+
+REPORT = ["-m", "tools.gpu_report", "--device", "cpu"]
+
+
+def test_the_notebook_gets_the_repository_trains_and_reports(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="no nbclient: pip install -r requirements-drill.txt")
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "docs/kaggle.ipynb", 4)
+    assert nbformat.validate(notebook) is None
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    for old, new in (("URL-OF-THIS-REPOSITORY", str(ROOT)), ('OPTIONS = ""', 'OPTIONS = "--device cpu --only Memory"')):
+        assert first.source.count(old) == 1
+        first.source = first.source.replace(old, new)
+    monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
+    nbclient.NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    _, trained, verified, reported, _ = (
+        "".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells
+        if cell.cell_type == "code")
+    assert "\nepoch  10/10 " in trained and "\nsame: 20 steps" in verified and "1 passed, 0 failed" in reported
+    shown = notebook.cells[-1].outputs[0]["data"]["text/markdown"]
+    assert "## Memory" in shown and "| `train_FSDP.py` | 2 |" in shown
+    assert json.loads((ROOT / "docs/kaggle.ipynb").read_text())["cells"][1]["outputs"] == []
+
+
+def test_a_report_that_is_killed_continues(tmp_path):
+    """What was noted is not done again; what was not reached is listed as not run."""
+    notes = tmp_path / "notes.jsonl"
+    command = [PYTHON, *REPORT, "--folder", tmp_path, "--only", "named_by_none|vit.*(bare step|train_FSDP.py$)"]
+    with Live(*command) as live:
+        live.wait_for("bare step again")  # the third
+        os.kill(live.process.pid, signal.SIGKILL)
+        live.process.wait()
+    before = [json.loads(line) for line in notes.read_text().splitlines() if "speeds" in line]
+    assert len(before) == 2
+    assert "| bare step again | not run | - | - |" in (tmp_path / "report.md").read_text()
+    said = good(run(*command)).out
+    after = [json.loads(line) for line in notes.read_text().splitlines() if "speeds" in line]
+    assert after[:2] == before and len(after) == 3 and "3 passed, 0 failed" in said
+    assert "not run |" not in (tmp_path / "report.md").read_text()

@@ -1,0 +1,56 @@
+"""tools/gpu_report.py: what its report says of tests and measurements, and that docs/gpus says what it has."""
+import json
+import os
+import subprocess
+
+import gpu_report
+from conftest import PYTHON, ROOT
+
+HERE = {"GPUs": "2 x T4", "torch": "2.14.1", "links": "", "count": 2}
+
+
+def test_the_report_lists_what_was_not_run_with_its_reason(tmp_path):
+    notes = tmp_path / "notes.jsonl"
+    gpu_report.note(notes, name="machine", values=HERE, date="2026-11-25")
+    gpu_report.note(notes, name="tests", names=["test_a", "test_b", "test_c", "test_d"])
+    for name, result, said, text in (("test_a", "passed", "", ""), ("test_b", "failed", "", "E   assert 1 == 2"),
+                                     ("test_c", "skipped", "needs 4 GPUs", "")):
+        gpu_report.note(notes, name=name, result=result, seconds=60, said=said, text=text)
+    wanted = [each for each in gpu_report.measurements(2, None) if each.what in ("bare step", "train_FSDP.py")][:2]
+    gpu_report.note(notes, name=wanted[0].name, result="passed", seconds=9, speeds=[90, 100, 110], peak=None)
+    with notes.open("a") as file:
+        file.write('{"name": "test_d", "result": "pas')  # killed while it wrote
+    gpu_report.write(tmp_path / "report.md", gpu_report.read(notes), wanted)
+    text = (tmp_path / "report.md").read_text()
+    assert "# 2 x T4, torch 2.14.1\n" in text and "1 passed, 1 failed, 2 not run." in text
+    for row in ("| `test_a` | passed | 60 |  |", "| `test_b` | **failed** | 60 |  |",
+                "| `test_c` | not run | 60 | needs 4 GPUs |", "| `test_d` | not run | 0 | the time was over |",
+                "| bare step | 100 (90 to 110) | 1.00 | - |", "| train_FSDP.py | not run | - | - |"):
+        assert row in text, text
+    assert "E   assert 1 == 2" in text
+
+
+def test_every_script_of_the_classifiers_is_measured():
+    what = {each.what.split()[0] for each in gpu_report.measurements(2, None)}
+    others = ("train_yolov3", "train_lm")
+    assert {path.name for path in ROOT.glob("train*.py") if not path.name.startswith(others)} <= what
+    names = [each.name for each in gpu_report.measurements(2, None)]
+    assert len(set(names)) == len(names)
+
+
+def test_a_machine_without_gpus_passes_none_of_their_tests():
+    """They are listed one by one, and the exit code is not 0."""
+    done = subprocess.run([PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-k", "drift or Windows", "tests/test_gpu.py"],
+                          cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 5, done.stdout + done.stderr
+    for row in ("drift_apart[gpu 8]: needs 8 GPUs; this machine has 0", "a_cpu_trains[Windows]: needs Windows"):
+        assert done.stdout.count(row) == 1, done.stdout
+
+
+def test_the_pages_say_that_there_is_no_report_as_long_as_there_is_none():
+    reports = [path for path in (ROOT / "docs/gpus").glob("*.md") if path.name != "README.md"]
+    assert ("There is no report yet" in (ROOT / "docs/gpus/README.md").read_text()) == (not reports)
+    assert ("No GPU has run this code yet" in (ROOT / "README.md").read_text()) == (not reports)
+    cells = json.loads((ROOT / "docs/kaggle.ipynb").read_text())["cells"]
+    clone = next(line for cell in cells for line in cell["source"] if "REPOSITORY = " in line)
+    assert clone.split('"')[1] in (ROOT / "README.md").read_text()

@@ -1,0 +1,303 @@
+"""Run the tests for GPUs and measure the scripts on this machine's GPUs; write one Markdown file to send in.
+
+    pip install -r requirements-dev.txt -r requirements-bench.txt
+    python -m tools.gpu_report                                    # at most 20 minutes: docs/gpus/README.md
+    python -m tools.gpu_report --device cpu --only "data_parallel|bare step|train_DDP.py$"          # a short try
+
+It notes each result at once in --folder. The same command, started again, skips what is done: after an interruption,
+or to do what the time did not suffice for. `--only` is a regular expression for the names of tests and measurements.
+The module is also the plugin with which its tests report to it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTES, UNTIL, ONLY = "GPU_REPORT_NOTES", "GPU_REPORT_UNTIL", "GPU_REPORT_ONLY"  # variables that the plugin reads
+OUTPUT = ["--output-dir", "runs/gpu-report/run"]
+ASK = "import json; from tools.gpu_report import machine; print(json.dumps(machine({!r})))"
+SHARE = 0.55  # of the time: no test starts later
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+WORDS = {"passed": "passed", "failed": "**failed**", "skipped": "not run", "error": "**failed**"}
+
+
+def note(path: Path, **entry: Any) -> None:
+    """Append an entry to the notes; it is on the disk when this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> dict[str, dict]:
+    """Return the notes by name; a line that a kill has cut short does not count."""
+    notes = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        notes[entry["name"]] = entry
+    return notes
+
+
+# The plugin of pytest
+
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(items: list) -> None:
+    """Note the names of all tests that --only finds, and keep those that are not done."""
+    if NOTES not in os.environ:
+        return
+    path = Path(os.environ[NOTES])
+    done = read(path)
+    items[:] = [item for item in items if re.search(os.environ[ONLY], item.name)]
+    note(path, name="tests", names=[item.name for item in items])
+    items[:] = [item for item in items if item.name not in done]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note the result of a test."""
+    if NOTES not in os.environ or report.when != "call" and report.passed or report.when == "teardown" and (
+            not report.failed):
+        return
+    why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
+    said = "; ".join(value for name, value in report.user_properties if name == "said") or why
+    note(Path(os.environ[NOTES]), name=report.nodeid.split("::", 1)[1], kind="test", result=report.outcome,
+         seconds=report.duration, said=said, text=report.longreprtext if report.failed else "")
+
+
+def pytest_runtest_logfinish() -> None:
+    """Start no other test once the time for the tests is over."""
+    if NOTES in os.environ and time.time() > float(os.environ[UNTIL]):
+        pytest.exit("the time for the tests is over")
+
+
+# What is measured
+
+class Measurement(NamedTuple):
+    table: str  # of the report
+    what: str
+    command: list[str]
+    settings: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}: {self.what}"
+
+
+def measurements(count: int, device: str | None) -> Iterator[Measurement]:
+    """Yield what is measured on `count` GPUs, or on that many processes of a CPU; the bare step is first and last."""
+    where = ["--device", device] if device else []
+
+    def speeds(model: str, epochs: int, scripts: list[list[str]]) -> Iterator[Measurement]:
+        title = f"{model}, digits, batch 128, {count} process{'es' * (count > 1)}"
+        task = ["--model", model, "--batch-size", "128", "--epochs", str(epochs), *where]
+        several, bare = [*TORCHRUN, f"--nproc-per-node={count}"], ["-m", "benchmarks.loops.bare_ddp", *task]
+        yield Measurement(title, "bare step", [*several, *bare])
+        if count > 1:
+            yield Measurement(title, "one process of it", [*TORCHRUN, "--nproc-per-node=1", *bare])
+        for name, *options in scripts:
+            start = [sys.executable] if name in ("train.py", "train_DP.py", "train_mp.py") else several
+            more = ["--nprocs", str(count)] if name == "train_mp.py" else []
+            yield Measurement(title, " ".join([name, *options]), [*start, name, *options, *more, *task, *OUTPUT])
+        if model in ("cnn", "resnet18"):
+            yield Measurement(title, "train_DDP.py, TF32 off", [*several, "train_DDP.py", *task, *OUTPUT],
+                              {"NVIDIA_TF32_OVERRIDE": "0"})
+        yield Measurement(title, "bare step again", [*several, *bare])
+
+    small, large = ("cnn", "vit") if device == "cpu" else ("resnet18", "vit_base")
+    yield from speeds(small, 8, [
+        ["train.py"], ["train_DDP.py"], ["train_amp.py", "--precision", "bf16"],
+        ["train_amp.py", "--precision", "fp16"], ["train_DP.py"], ["train_mp.py"],
+        ["train_elastic.py"], ["train_grad_accum.py", "--accum-steps", "2"],
+        ["train_combined.py", "--accum-steps", "2", "--precision", "fp16"], ["train_FSDP.py"], ["train_DCP.py"]])
+    yield from speeds(large, 3, [
+        ["train_DDP.py"], ["train_FSDP.py"], ["train_FSDP.py", "--bf16"], ["train_DCP.py"],
+        *([["train_TP.py"], ["train_PP.py"]] if count > 1 else [])])
+    yield Measurement("Memory", "benchmarks.memory", [
+        sys.executable, "-m", "benchmarks.memory", "--model", large, "--processes", str(count), "--scripts",
+        "train_DDP.py", "train_FSDP.py", "--device", device or "cuda"])
+    yield Measurement("One step", "benchmarks.step", [
+        sys.executable, "-m", "benchmarks.step", "--model", small, "--batch-size", "256", "--rounds", "5", "--epochs",
+        "3", "--script", "train_amp.py", *where])
+
+
+def measure(which: Measurement, folder: Path, limit: float) -> dict:
+    """Run a measurement; return its result: images/s of each epoch and the peak memory, or what it printed."""
+    begin = time.monotonic()
+    settings = os.environ | which.settings | {"RESULTS_FOLDER": str(folder)}
+    shutil.rmtree(ROOT / OUTPUT[1], ignore_errors=True)  # train_DCP.py refuses an older run's folder
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        with subprocess.Popen(which.command, cwd=ROOT, stdout=out, stderr=err, env=settings, start_new_session=True,
+                              **follow("SIGTERM")) as process:
+            try:
+                code: object = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = f"none after {limit:.0f} s"
+                process.send_signal(signal.SIGTERM)
+        out.seek(0), err.seek(0)
+        said, errors = out.read(), err.read()
+    found = re.findall(r"^epoch.* ([\d,]+) images/s(?:  ([\d,]+) MiB)?$", said, re.M)
+    speeds, peaks = ([int(text.replace(",", "")) for text in column if text] for column in [*zip(*found)] or [(), ()])
+    result = {"seconds": time.monotonic() - begin, "result": "failed" if code else "passed"}
+    if code:
+        return result | {"text": f"{' '.join(which.command)}\nexit code: {code}\n{errors[-3000:]}"}
+    return result | ({"speeds": speeds[1:], "peak": max(peaks, default=None)} if speeds else {"said": said.strip()})
+
+
+def follow(name: str) -> dict[str, Any]:
+    """Return the options of Popen that send a process this signal when the report is killed; none but on Linux."""
+    from common.launch import end_with_parent
+
+    return {"preexec_fn": lambda: end_with_parent(name)} if sys.platform == "linux" else {}
+
+
+def run_tests(notes: Path, device: str | None, only: str, until: float) -> None:
+    """Run the tests that are not done; pytest notes their results through this module."""
+    variables = {NOTES: str(notes), UNTIL: str(until), ONLY: only}
+    command = [sys.executable, "-m", "pytest", "-p", "tools.gpu_report", "-m", "nightly" if device == "cpu" else "gpu",
+               "-q", "tests/test_gpu.py"]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, **follow("SIGINT")) as process:
+        process.wait()
+
+
+# The report
+
+def machine(device: str | None) -> dict[str, Any]:
+    """Return what the results depend on: hardware, versions and the commit. It opens the GPUs; the report must not."""
+    import torch
+
+    gpus = [] if device == "cpu" else list(range(torch.cuda.device_count()))
+    named = [f"{torch.cuda.get_device_name(gpu)}, {torch.cuda.get_device_properties(gpu).total_memory / 2**30:.0f} GiB"
+             for gpu in gpus]
+    cpu = re.findall(r"model name\s*: (.*)", ask("cat", "/proc/cpuinfo")) or [platform.machine()]
+    driver = ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "-"
+    versions = {name: version(name) for name in ("torchvision", "numpy", "nvidia-dali-cuda130", "triton")}
+    return {"GPUs": "; ".join(f"{named.count(name)} x {name}" for name in dict.fromkeys(named)) or "none",
+            "CPU": f"{cpu[0]}, {os.cpu_count()} cores", "system": platform.platform(),
+            "Python": platform.python_version(), "torch": torch.__version__,
+            "CUDA, ROCm": f"{torch.version.cuda or '-'}, {torch.version.hip or '-'}", "driver": (driver or ["-"])[0],
+            "cuDNN": str(torch.backends.cudnn.version()) if gpus else "-", "NCCL": nccl,
+            "packages": ", ".join(f"{name} {found}" for name, found in versions.items() if found),
+            "commit": ask("git", "describe", "--always", "--dirty").strip() or "unknown",
+            "links": ask("nvidia-smi", "topo", "-m") if len(gpus) > 1 else "",
+            "count": len(gpus) or 2 * (device == "cpu")}
+
+
+def ask(*command: str) -> str:
+    """Return what a command prints; "" where it fails or is missing."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def table(head: list[str], lines: Iterable[Iterable[object]]) -> str:
+    """Return a Markdown table."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"
+
+
+def of_speed(lines: list[Measurement], notes: dict[str, dict]) -> str:
+    """Return a table of images/s, each as a share of the mean of both bare steps."""
+    speeds = {line.what: found["speeds"] for line in lines if (found := notes.get(line.name, {})).get("speeds")}
+    bare = [statistics.median(each) for what, each in speeds.items() if what.startswith("bare step")]
+    rows = []
+    for line in lines:
+        found, mine = notes.get(line.name, {"result": "skipped"}), speeds.get(line.what, [])
+        rows.append([line.what, f"{statistics.median(mine):,.0f} ({min(mine):,} to {max(mine):,})" if mine
+                     else WORDS[found["result"]],
+                     f"{statistics.median(mine) / statistics.mean(bare):.2f}" if mine and bare else "-",
+                     f"{found['peak']:,} MiB" if found.get("peak") else "-"])
+    return table(["what", "images/s: median of the epochs after the first", "share of the bare step", "peak memory"],
+                 rows)
+
+
+def write(path: Path, notes: dict[str, dict], wanted: list[Measurement]) -> None:
+    """Write the report, whatever has been done so far."""
+    here = notes["machine"]["values"]
+    names = notes.get("tests", {"names": []})["names"]
+    tests = {name: notes.get(name, {"result": "skipped", "said": "the time was over", "seconds": 0}) for name in names}
+    counts = [sum(found["result"] == word for found in tests.values()) for word in ("passed", "failed", "skipped")]
+    minutes = sum(each.get("seconds", 0) for each in notes.values()) / 60
+    parts = [f"# {here['GPUs']}, torch {here['torch']}\n",
+             f"Written by `python -m tools.gpu_report`, {notes['machine']['date']}; {minutes:.0f} minutes.\n",
+             table(["", ""], [item for item in here.items() if item[0] not in ("count", "links")]),
+             f"```text\n{here['links'].strip()}\n```\n" if here["links"] else "", "## Tests\n",
+             f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not run. What was not run shows nothing.\n"]
+    parts.append(table(["test", "result", "s", "said"], (
+        [f"`{name}`", WORDS[found["result"]], f"{found['seconds']:.0f}", found["said"]]
+        for name, found in tests.items())))
+    for title in dict.fromkeys(line.table for line in wanted):
+        lines = [line for line in wanted if line.table == title]
+        parts.append(f"## {title}\n")
+        if len(lines) > 1:
+            parts.append(of_speed(lines, notes))
+        else:
+            found = notes.get(lines[0].name, {"result": "skipped"})
+            parts.append(found.get("said", WORDS[found["result"]]) + "\n")
+    failed = {name: each["text"] for name, each in notes.items() if each.get("result") == "failed"}
+    parts += ["## Failures\n"] * bool(failed)
+    parts += [f"`{name}`\n\n```text\n{text[-3000:]}\n```\n" for name, text in failed.items()]
+    path.with_suffix(".new").write_text("\n".join(parts))
+    path.with_suffix(".new").replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="cpu: the tests of CPU processes, small models (default: all GPUs)")
+    parser.add_argument("--minutes", type=float, default=20, help="start nothing later")
+    parser.add_argument("--only", default="", help="the tests and measurements that this expression finds")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu-report", help="for the notes and the report")
+    args = parser.parse_args()
+    begin, folder = time.time(), args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    notes, report, here = folder / "notes.jsonl", folder / "report.md", json.loads(subprocess.run(
+        [sys.executable, "-c", ASK.format(args.device)], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    if read(notes).get("machine", {}).get("values") != here:  # another machine, torch or commit: begin anew
+        notes.unlink(missing_ok=True)
+        note(notes, name="machine", values=here, date=time.strftime("%Y-%m-%d"))
+    planned = measurements(here["count"], args.device) if here["count"] else ()
+    wanted = [each for each in planned if re.search(args.only, each.name)]
+    run_tests(notes, args.device, args.only, begin + SHARE * 60 * args.minutes)
+    write(report, read(notes), wanted)
+    for each in wanted:
+        left = begin + 60 * args.minutes - time.time()
+        if each.name in read(notes) or left < 0:
+            continue
+        print(each.name, flush=True)
+        note(notes, name=each.name, **measure(each, folder, max(60, left)))
+        write(report, read(notes), wanted)
+    results = [each.get("result") for each in read(notes).values()]
+    print(f"{report}: {results.count('passed')} passed, {results.count('failed')} failed")
+    sys.exit("failed" in results or "passed" not in results)
+
+
+if __name__ == "__main__":
+    main()
