@@ -29,7 +29,7 @@ TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 
 def float64(folder):
-    """Return the environment in which a script computes in float64 and verify.py notes its steps in a folder.
+    """Return the environment in which a script computes in float64 and verify notes its steps in a folder.
 
     Two correct variants then differ by 1e-14 after a whole run. They use one thread, because two threads of one process
     wait for each other as soon as another test needs a core.

@@ -265,7 +265,7 @@ def test_verify_finds_the_same_model(tmp_path, place):
     one, two = (" ".join(map(str, command(place, script, "--batch-size", "96", "--output-dir", tmp_path / script,
                                           processes=processes)))
                 for script, processes in (("train.py", 0), ("train_DDP.py", min(2, GPUS) if place == "gpu" else 2)))
-    result = quiet(run(PYTHON, "verify.py", "--steps", "5", one, two, seconds=600))
+    result = quiet(run(PYTHON, "-m", "verify", "--steps", "5", one, two, seconds=600))
     assert "same: 5 steps, greatest relative difference" in result.out
 
 

@@ -1,4 +1,4 @@
-"""verify.py on the scripts, as they are launched."""
+"""verify on the scripts, as they are launched."""
 import json
 import shlex
 
@@ -12,7 +12,7 @@ def test_two_scripts_train_the_same_model(tmp_path):
     """The run ends after three steps, and nothing that it started is left: run() looks."""
     commands = [f"python train.py {shlex.join(SAME)} --output-dir {tmp_path}/one",
                 f"torchrun --nproc-per-node=2 train_DDP.py {shlex.join(SAME)} --output-dir {tmp_path}/two"]
-    result = run("python", "verify.py", "--steps", "3", "--plot", tmp_path / "plot.svg",
+    result = run("python", "-m", "verify", "--steps", "3", "--plot", tmp_path / "plot.svg",
                  "--json", tmp_path / "report.json", *commands)
     assert result.code == 0, result.out + result.err
     lines = result.out.splitlines()

@@ -1,4 +1,4 @@
-"""verify.py names the cause of a difference, step and parameter; on records of small loops, forked from one process."""
+"""verify names the cause of a difference, step and parameter; on records of small loops, forked from one process."""
 import json
 import os
 import re
@@ -9,6 +9,10 @@ import pytest
 from conftest import FROM_ROOT, PROGRAMS, ROOT
 
 import verify
+from verify.comparing import Failure, compare_runs, printed_differ
+from verify.explaining import REMEDIES, Difference
+from verify.records import Row, Run, match
+from verify.watching import watch
 
 # What the ranks of each mistake recorded: tests/programs/mistakes.py
 CAUSES = {
@@ -17,10 +21,18 @@ CAUSES = {
     "rate times 2": "learning-rate", "batch per process": "batch-size", "fewer epochs": "batch-size",
     "no sampler": "samples", "batchnorm left in eval": "evaluation", "batchnorm": "batchnorm",
     "mean over own tokens": "uneven-mean", "rank 0 stops": "rank-stops", "clip per rank": "clip",
-    "functional dropout": "random", "weight decay": "unknown", "decay of ranks": "unknown",
-    "equal rows by hand": "samples", "cut by hand, summed again": "unknown"}
+    "functional dropout": "random", "weight decay": "optimizer", "decay of ranks": "optimizer",
+    "equal rows by hand": "samples", "cut by hand, summed again": "group-scale",
+    "parts of a gradient": "partial", "detached loss": "no-gradient", "one layer doubled": "group-scale",
+    "mean without backward": "no-backward", "average on rank 0": "buffers", "buffer of a share": "buffers",
+    "gradient flipped": "unknown", "gradients reset": "reset"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2}
+
+WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm": None, "weights of each rank": "start",
+           "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch",
+           "equal rows by hand": "samples", "rank 0 stops": "rank-stops", "detached loss": "not-optimized",
+           "parts of a gradient": "not-averaged", "decay of ranks": "optimizer"}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +47,10 @@ def records(tmp_path_factory):
 
 
 def test_every_cause_has_a_mistake_that_shows_it():
-    assert set(CAUSES.values()) == set(verify.REMEDIES)
+    assert {*CAUSES.values(), "metric"} == set(REMEDIES)
 
 
-@pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "cut by hand"])
+@pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "cut by hand", "average"])
 def test_two_ranks_train_the_model_of_one(records, way):
     one = "right" if "cut" in way else way
     report = verify.compare(records / f"{one} on 1", records / f"{way} on 2")
@@ -48,13 +60,15 @@ def test_two_ranks_train_the_model_of_one(records, way):
 
 @pytest.mark.parametrize("mistake", CAUSES)
 def test_the_cause_of_a_mistake_is_named(records, mistake):
-    one = "batchnorm on 2" if "eval" in mistake else f"{mistake} on 1"
-    one = records / one if (records / one).exists() else records / "right on 1"
-    failed = None, "exit code 1" if mistake == "rank 0 stops" else None
+    others = {"batchnorm left in eval": "batchnorm on 2", "average on rank 0": "average on 1",
+              "gradient flipped": "right on 2"}
+    one = records / others.get(mistake, f"{mistake} on 1")
+    one = one if one.exists() else records / "right on 1"
+    failed = None, Failure("exit code 1") if mistake == "rank 0 stops" else None
     report = verify.compare(one, records / f"{mistake} on 2", failed=failed)
     assert (report["verdict"], report["cause"]) == ("different", CAUSES[mistake]), report
     assert report["step"] == STEPS.get(mistake, 1)
-    assert mistake in ("fewer epochs", "rank 0 stops") or re.fullmatch(r"[012]\.(weight|bias)", report["parameter"])
+    assert mistake in ("fewer epochs", "rank 0 stops") or re.search(r"\b[012]\.(weight|bias)$|seen", report["parameter"])
 
 
 @pytest.mark.parametrize("way", ["cut by hand", "weights of each rank"])
@@ -73,18 +87,19 @@ def test_the_order_of_the_commands_does_not_matter(records):
 
 
 def test_a_parameter_is_known_by_its_name_or_by_its_place_or_by_its_weights():
-    row = lambda name, shape, start: [name, shape, [start, start, start]]  # noqa: E731
+    row = lambda name, shape, start: Row(name, shape, [start] * 3, [0.1], [0.0] * 3, [0.0] * 3)  # noqa: E731
     left = [row("a", [2], 1.0), row("b", [2], 2.0)]
-    assert verify.match(left, left[::-1]) == list(zip(left, left))
-    assert verify.match(left, [row("x", [2], 5.0), row("y", [2], 6.0)])[0][1][0] == "x"
-    assert verify.match(left, [row("0", [2], 2.0)]) == [(left[1], row("0", [2], 2.0))]
+    assert match(left, left[::-1]) == list(zip(left, left))
+    assert match(left, [row("x", [2], 5.0), row("y", [2], 6.0)])[0][1][0] == "x"
+    assert match(left, [row("0", [2], 2.0)]) == [(left[1], row("0", [2], 2.0))]
 
 
 @pytest.mark.parametrize(("arguments", "names"), [
     ([], "COMMAND"), (["true"], "COMMAND"), (["true", "'"], "'"), (["", "true"], "empty"),
     (["--steps", "x", "true", "true"], "'x'"), (["--json", "nowhere/report.json", "true", "true"], "nowhere")])
 def test_wrong_usage_is_named_in_one_line(arguments, names):
-    said = subprocess.run([sys.executable, ROOT / "verify.py", *arguments], capture_output=True, text=True, timeout=60)
+    said = subprocess.run([sys.executable, "-m", "verify", *arguments], capture_output=True, text=True, timeout=60,
+                          cwd=ROOT)
     assert said.returncode == 2 and said.stdout == ""
     assert len(said.stderr.splitlines()) == 1 and names in said.stderr
 
@@ -93,8 +108,9 @@ def test_wrong_usage_is_named_in_one_line(arguments, names):
     ("true", "command A took no optimizer step"), ("sh -c 'echo broken pipe >&2; exit 3'", "broken pipe"),
     ("/no/such/program", "/no/such/program")])
 def test_commands_that_train_nothing_are_not_comparable(command, said, tmp_path):
-    result = subprocess.run([sys.executable, ROOT / "verify.py", "--json", tmp_path / "report.json", command, "true"],
-                            capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-m", "verify", "--json", tmp_path / "report.json", command, "true"],
+                            capture_output=True, text=True, timeout=60,
+                          cwd=ROOT)
     assert result.returncode == 2 and "\nnot comparable: " in result.stdout and said in result.stdout
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "not comparable"
 
@@ -102,7 +118,7 @@ def test_commands_that_train_nothing_are_not_comparable(command, said, tmp_path)
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     command = f"sh -c 'sleep 600 & echo $! > {tmp_path}/pid; setsid sleep 600'"
     said = verify.record(command, tmp_path / "run", 1.0)
-    assert said.startswith("did not end within 1 s")
+    assert said.why.startswith("did not end within 1 s")
     stat = f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat"
     assert not os.path.exists(stat) or open(stat).read().split()[2] == "Z"
 
@@ -117,30 +133,48 @@ def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
 def test_a_run_that_fails_does_not_differ(records, tmp_path):
     """Its error is what the reader needs; the steps that are missing follow from it."""
     failed = verify.record(f"{sys.executable} {PROGRAMS / 'ending.py'} error", tmp_path / "run", 60)
-    assert "a picture is broken" in failed
+    assert "a picture is broken" in failed.said
     assert verify.compare(records / "well", tmp_path / "run", failed=(None, failed))["cause"] is None
     assert verify.compare(records / "well", tmp_path / "run")["cause"] == "batch-size"
 
 
+@pytest.mark.parametrize(("right", "printed", "differs"), [
+    ("epoch 1  loss 0.513  acc 81.3 %  2.1 s", "[0] epoch 1  loss 0.513  acc 81.3 %  1.7 s", None),
+    ("{'val_loss': 0.5130}", "{'val_loss': 0.5131}", None),  # the last digit may be rounded
+    ("{'val_loss': 0.5130}", "{'val_loss': 0.5170}", "val_loss 0.5130 and B 0.5170"),
+    ("mIoU=0.2", "rank 0: mIoU=0.1\nrank 1: mIoU=0.3", None),  # a line of each rank
+    ("train/loss: 1.5e-3", "train/loss: 3e-3", "train/loss 1.5e-3 and B 3e-3"), ("step 7", "step 8", None)])
+def test_metrics_that_both_commands_print_are_compared(right, printed, differs):
+    said = printed_differ(right, printed, 1e-6)
+    assert differs in said if differs else said is None
+
+
+def test_a_mistake_that_one_run_shows_is_found_without_another(records):
+    found = {mistake: {finding["cause"] for finding in watch(records / f"{mistake} on 2")["findings"]}
+             for mistake in WATCHED}
+    assert found == {mistake: {cause} if cause else set() for mistake, cause in WATCHED.items()}
+
+
+def made(label, *ranks):
+    """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
+    step = {"event": "step", "samples": [1.0, 2.0], "batches": 1, "loss": 1.0, "clips": [], "flags": [], "resting": 0,
+            "held": [], "outputs": []}
+    return Run(label, [(rank, [{**step, "rows": [
+        [name, shape, *(more or [[0.0] * 3])[:1], [0.1], *(more[1:] or [[0.0] * 3] * 2)] for name, shape, *more in rows]}])
+        for rank, rows in enumerate(ranks)])
+
+
 def test_two_parameters_that_look_alike_are_two():
-    run = object.__new__(verify.Run)
-    rows = [["parameter", [2], [0.0, 0.0, 0.0], [0.1], [size] * 3, [size] * 3] for size in (1.0, 7.0)]
-    run.ranks = {rank: [{"rows": rows, "samples": []}] for rank in (0, 1)}
-    assert run.at(0)[1] == rows
+    rows = [("parameter", [2], [0.0] * 3, [size] * 3, [size] * 3) for size in (1.0, 7.0)]
+    assert len(made("A", rows, rows).at(0)[1]) == 2
 
 
 def test_samples_that_every_rank_reads_count_once():
     """So it is in tensor and pipeline parallel: the batches have one size, and something else differs."""
-    def make(label, ranks, projection):
-        run = object.__new__(verify.Run)
-        row = ["weight", [2], [0.0] * 3, [0.1], [1.0, projection, 0.5], [0.0] * 3]
-        step = {"rows": [row], "samples": [1.0, 2.0], "batches": 1, "loss": 1.0, "clips": [], "flags": [], "resting": 0}
-        run.label, run.length, run.ranks = label, 1, {rank: [step] for rank in range(ranks)}
-        return run
-
-    a, b = make("A", 1, 0.7), make("B", 2, 0.2)
-    cause, fact = verify.explain(a, b, 0, verify.GRAD, verify.match(a.at(0)[1], b.at(0)[1]))
-    assert cause == "unknown" and fact.startswith("equal samples")
+    a, b = (made(label, *[[("weight", [2], [0.0] * 3, [1.0, projection, 0.5], [0.0] * 3)]] * ranks)
+            for label, ranks, projection in (("A", 1, 0.7), ("B", 2, 0.2)))
+    difference = Difference(a, b, 0, "grad", match(a.at(0)[1], b.at(0)[1]))
+    assert difference.ours == difference.theirs == [1.0, 2.0] and difference.seen == "equal samples"
 
 
 def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path):
@@ -152,9 +186,6 @@ def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path
 
 
 def test_stages_of_a_pipeline_are_not_slices():
-    a, b = object.__new__(verify.Run), object.__new__(verify.Run)
-    row = lambda shape: ["weight", shape, [0.0] * 3, [0.1], [0.0] * 3, [0.0] * 3]  # noqa: E731
-    a.ranks = {rank: [{"rows": [row(shape)]}] for rank, shape in enumerate([[2, 2], [2]])}
-    b.ranks = {0: [{"rows": [row([2, 4])]}]}
+    a, b = made("A", [("weight", [2, 2])], [("weight", [2])]), made("B", [("weight", [2, 4])])
     a.join(b)
-    assert [step["rows"] for step, in a.ranks.values()] == [[row([2, 2])], [row([2])]]
+    assert [step["rows"][0].shape for step, in a.ranks.values()] == [[2, 2], [2]]

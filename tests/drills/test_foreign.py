@@ -1,4 +1,4 @@
-"""verify.py on programs that do not know this repository: no false alarm, and the right cause of a typical bug.
+"""verify on programs that do not know this repository: no false alarm, and the right cause of a typical bug.
 
 Each program in tests/programs/foreign, and each example of docs/your-own-loop.md, trains the same model on one process
 and on two. Each bug replaces lines of the program that runs on two processes, as people write them by mistake.
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import PROGRAMS, ROOT, replace_lines
 
-import verify
+import verify.__main__ as command_line
 
 pytestmark = pytest.mark.long
 FOREIGN, EXAMPLES = PROGRAMS / "foreign", ROOT / "docs/examples"
@@ -36,7 +36,7 @@ COMMANDS = {
     "two_optimizers": ("python {}", TWO),
 }
 
-# The cause that verify.py must name, the program, and the lines that people write instead of the right ones
+# The cause that verify must name, the program, and the lines that people write instead of the right ones
 BUGS = {
     "every rank reads the same": ("samples", "trainer", [
         ("    sampler = DistributedSampler(dataset, num_replicas=WORLD_SIZE, rank=GLOBAL_RANK)\n", ""),
@@ -109,13 +109,13 @@ def put_in(bug, folder):
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    """Return a function that gives two commands to verify.py's command line: (exit code, JSON report).
+    """Return a function that gives two commands to verify's command line: (exit code, JSON report).
 
     A baseline that has several bugs is recorded once for all of them.
     """
     patch = pytest.MonkeyPatch()
     patch.setenv("OMP_NUM_THREADS", "1")
-    record, recorded, turn = verify.record, {}, {}
+    record, recorded, turn = command_line.record, {}, {}
 
     def record_once(command, folder, *more, **options):
         repeated = turn["commands"].count((command, str(options)))
@@ -132,18 +132,18 @@ def ask(tmp_path_factory):
     def ask(*commands):
         turn["commands"] = []
         report = tmp_path_factory.mktemp("report") / "report.json"
-        patch.setattr(sys, "argv", ["verify.py", "--timeout", "300", "--json", str(report), *commands])
-        code = verify.main()
+        patch.setattr(sys, "argv", ["verify", "--timeout", "300", "--json", str(report), *commands])
+        code = command_line.main()
         return code, json.loads(report.read_text())
 
-    patch.setattr(verify, "record", record_once)
+    patch.setattr(command_line, "record", record_once)
     yield ask
     patch.undo()
 
 
 @pytest.fixture(scope="module")
 def answer(ask, tmp_path_factory):
-    """Return a function that puts a bug in, once, and asks verify.py: bug to (exit code, JSON report)."""
+    """Return a function that puts a bug in, once, and asks verify: bug to (exit code, JSON report)."""
     answers = {}
 
     def get(bug):

@@ -23,7 +23,9 @@ MISTAKES = [
     "summed loss", "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm",
     "batchnorm left in eval", "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout",
     "weight decay", "decay of ranks", "16 bits in the step", "rows by hand", "equal rows by hand",
-    "cut by hand", "cut by hand, summed again"]
+    "cut by hand", "cut by hand, summed again", "parts of a gradient", "detached loss", "one layer doubled",
+    "mean without backward", "average on rank 0", "average", "buffer of a share",
+    "gradient flipped", "gradients reset"]
 WAYS = ["well", "nan", "by-hand"]
 
 
@@ -76,9 +78,13 @@ def train(mistake, rank, world):
         for parameter, axis in ((layers[0].weight, 0), (layers[0].bias, 0), (layers[2].weight, 1)):
             parameter.data = parameter.data.chunk(world, axis)[rank].clone()
         rank, world = 0, 1  # each rank reads whole batches
-    alone = world == 1 or mistake in ("weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks")
+    alone = world == 1 or mistake in ("weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks",
+                                      "parts of a gradient")
     wrapped = model if alone else DistributedDataParallel(model)
-    gc.freeze()  # a program may do this to start its workers faster: verify.py finds the model all the same
+    average = torch.optim.swa_utils.AveragedModel(model) if "average" in mistake else None
+    if "buffer" in mistake:
+        model.register_buffer("seen", torch.zeros(4))
+    gc.freeze()  # a program may do this to start its workers faster: verify finds the model all the same
     g = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
                          torch.arange(48).remainder(5).add(1).double())
@@ -102,6 +108,11 @@ def train(mistake, rank, world):
             optimizer.zero_grad()
             if mistake == "functional dropout":
                 x = nn.functional.dropout(x, 0.5)
+            if mistake == "gradients reset":
+                with wrapped.no_sync():
+                    nn.functional.cross_entropy(wrapped(x[:2]), y[:2]).backward()
+                optimizer.zero_grad()
+                x, y, weight = x[2:], y[2:], weight[2:]
             if cut:
                 add = SumAgain.apply if "again" in mistake else Sum.apply
                 out = add(nn.functional.linear(model[:2](x), model[2].weight)) + model[2].bias
@@ -112,7 +123,24 @@ def train(mistake, rank, world):
             if world > 1 and mistake != "mean over own tokens":
                 dist.all_reduce(total)
                 total /= 1 if mistake == "summed loss" else world
-            (loss / total).backward()
+            loss = loss / total
+            if mistake == "mean without backward":
+                mean = out.mean(0)
+                if world > 1:
+                    dist.all_reduce(mean)
+                loss = (out - mean / world).square().mean()
+            if mistake == "parts of a gradient":
+                loss = loss / world
+            if mistake == "detached loss" and world > 1:
+                loss = loss.detach() + 0 * out.sum()
+            loss.backward()
+            if mistake == "one layer doubled" and world > 1:
+                model[0].weight.grad *= 2
+            if mistake == "gradient flipped":
+                model[0].weight.grad = model[0].weight.grad.flip(0)
+            if mistake == "parts of a gradient":
+                for parameter in (*model.parameters(),)[1:]:
+                    dist.all_reduce(parameter.grad)
             if "clip" in mistake:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if mistake in ("clip per rank", "decay of ranks") and world > 1:
@@ -120,6 +148,10 @@ def train(mistake, rank, world):
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= world
             optimizer.step()
+            if average and (mistake == "average" or rank == 0):
+                average.update_parameters(model)
+            if "buffer" in mistake:
+                model.seen += x.sum(0)
             if mistake == "decay of ranks":
                 model[0].weight.data *= 1 - 0.1 * rank
         if mistake != "scheduler on rank 0" or rank == 0:
@@ -136,7 +168,7 @@ def fork(mistake, folder, rank, world):
     if pid:
         return pid
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    verify.Recorder(str(folder), native=False, steps=0)
+    verify.Recorder(str(folder))
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     try:
@@ -154,7 +186,7 @@ if __name__ == "__main__":
     import torch.distributed.nn  # noqa: F401
 
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
-             "equal rows by hand"}  # the run on one process does the same there
+             "equal rows by hand", "average", "buffer of a share", "mean without backward"}  # same on one process
     for mistake in MISTAKES + WAYS:
         for world in (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,):
             folder = Path(sys.argv[1]) / (mistake if mistake in WAYS else f"{mistake} on {world}")

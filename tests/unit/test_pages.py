@@ -62,7 +62,7 @@ def test_readme_has_the_same_commands_and_links_in_both_languages():
 def test_every_example_of_a_loop_is_in_the_page():
     """errors.py, hang.py and see.py are for other pages."""
     examples = {path.name for path in (DOCS / "examples").glob("*.py")} - {"errors.py", "hang.py", "see.py"}
-    shown = re.findall(r"`verify\.py` on \[`(\w+\.py)`\]\(examples/\1\)", (DOCS / "your-own-loop.md").read_text())
+    shown = re.findall(r"`verify` on \[`(\w+\.py)`\]\(examples/\1\)", (DOCS / "your-own-loop.md").read_text())
     assert examples == set(shown)
 
 

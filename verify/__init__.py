@@ -1,0 +1,39 @@
+"""Run two commands that train with torch, and report whether they train the same model; or check one command alone.
+
+    python -m verify "python train.py --epochs 2" "torchrun --nproc-per-node=2 train_DDP.py --epochs 2"
+    python -m verify --watch "torchrun --nproc-per-node=2 train_DDP.py --epochs 2"
+
+The programs need no changes. This folder needs only torch, so you can copy it anywhere. Exit code 0: the same model.
+Exit code 1: different models; the output names the first step and parameter that differ, and the likely cause. Exit
+code 2: the runs are not comparable, or the usage is wrong.
+
+A hook runs in every Python process that imports torch (`recording.py`). It makes float64 the default type, and replaces
+float32 in batches and casts. In optimizers, it also replaces casts to 16 bits. So two correct programs differ by about
+1e-15, and autocast and loss scaling do not round. At each optimizer step, the hook on each rank records the learning
+rates, and digests of all parameters, gradients, buffers and samples. The samples are what DataLoader delivers. In a
+program without DataLoader, they are the inputs of the outermost module.
+
+The models differ if the relative difference at a step exceeds 1e-9 and 1000 times all earlier differences, or if it
+exceeds 1e-4 (`comparing.py`). Rounding errors grow slowly, but a mistake appears at once. If a program fails in
+float64, or still computes in lower precision, both run again in their own precision. The limits are then 1e-4, 1000 and
+0.1 (with 16 bits: 0.05, 1000 and 0.5). `explaining.py` has the causes. If randomness can be the cause, command A runs
+twice, which shows whether it is reproducible.
+
+If all parameters are the same, two more things are compared: buffers and averages of the weights; and the metrics that
+both commands print equally often as NAME NUMBER, where a part of NAME is "loss", "accuracy" or a similar word.
+
+`--watch` runs one command, in its own precision, and checks what must hold in any run (`watching.py`): replicas,
+learning rates and numbers of steps are equal on all ranks; no two ranks read the same samples; each epoch has another
+order; all parameters move and stay finite.
+
+The commands must start from scratch with fixed seeds, and neither may read what the other one writes. No rank may
+restart. The hook does not see steps in a CUDA graph, optimizers that do not derive from torch.optim.Optimizer, or
+Python with `-E`, `-I` or `-S`. It gathers DTensors. Pipeline stages are matched by their initial weights. Equal slices
+of a tensor on consecutive ranks are joined if the other command holds the whole tensor. The flat parameters of FSDP1
+cannot be matched. The cause that is named is an informed guess.
+"""
+from .comparing import compare
+from .recording import Recorder
+from .running import environment, record
+
+__all__ = ["Recorder", "compare", "environment", "record"]

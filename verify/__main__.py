@@ -1,0 +1,144 @@
+"""The command line: python -m verify COMMAND COMMAND, or python -m verify --watch COMMAND."""
+import argparse
+import json
+import math
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from .comparing import compare, refuse
+from .explaining import first_module
+from .records import Run
+from .running import printed, record
+from .watching import watch
+
+
+def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=()):
+    """Run two commands, if needed again in their own precision, and return the report."""
+    def run(commands, steps, **options):
+        folders, failed = [Path(tempfile.mkdtemp(dir=folder)) for _ in commands], []
+        for command, own in zip(commands, folders):
+            failed.append(record(command, own, timeout, steps=steps, **options))
+            remove(fresh)
+        return folders, failed
+
+    def judge(folders, failed, native):
+        return compare(*folders, native, failed, printed=[printed(folder) for folder in folders], cut=bool(steps))
+
+    native, why = False, ""
+    folders, failed = run(commands, steps)
+    report = judge(folders, failed, native)
+    differs = report["verdict"] == "different"
+    broken = any(failed) and not differs and not any(failure and failure.hung for failure in failed)
+    exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers", "metric")
+    low = differs and (report["difference"] or 1) < 1e-5 and not exact
+    if {*report["dtypes"]} - {"torch.float64"} or broken or low:
+        why = next((failure.said.splitlines() or [failure.why] for failure in failed if failure), [""])[-1] * broken
+        native = True
+        folders, failed = run(commands, steps, native=True)
+        report = judge(folders, failed, native)
+    for label, failure in zip("AB", failed):
+        if failure and report["verdict"] != "different":
+            return refuse(report, f"command {label} failed: {failure}")
+    if why:
+        report["message"] += f"\nin float64, a command failed, so both ran in their own precision: {why}"
+    if twice or report["cause"] in ("start", "samples", "random", "unknown"):
+        again, _ = run(commands[:1], report["step"] or steps, native=native)
+        own = compare(folders[0], *again, native, again=True)
+        if own["parameter"]:
+            return refuse(report, f"two runs of command A differ at step {own['step']}: set its seeds", own["step"])
+    if report["cause"] in ("random", "unknown", "no-backward", "uneven-mean") and report["column"] == "grad":
+        last = report["step"]
+        folders, _ = run(commands, last, native=native, outputs_at=last)
+        where = first_module(*[Run.read(folder, label) for folder, label in zip(folders, "AB")], last - 1)
+        report["message"] += f"\n{where}" * bool(where)
+    return report
+
+
+def remove(paths):
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def plot(values, path):
+    """Draw the difference at each step on a logarithmic scale."""
+    logs = [math.log10(min(max(value, 1e-17), 1e2)) for value in values]
+    points = " ".join(f"{60 + 620 * n / max(len(logs) - 1, 1):.1f},{50 - 15 * log:.1f}" for n, log in enumerate(logs))
+    lines = "".join(f'<path d="M60 {50 - 15 * power}h620" stroke="#ddd"/><text x="20" y="{54 - 15 * power}">1e{power}'
+                    '</text>' for power in range(-16, 3, 3))
+    Path(path).write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 330" font-family="sans-serif" font-size="12">'
+        f'<rect width="700" height="330" fill="#fff"/>{lines}<polyline points="{points}" fill="none" stroke="#06c"/>'
+        f'<text x="270" y="322">greatest relative difference, steps 1 to {len(logs)}</text></svg>\n')
+
+
+def show(report, commands):
+    for label, command, ranks, steps in zip("AB", commands, report["ranks"], report["steps"]):
+        print(f"{label}: {command}\n   {ranks} rank(s), {steps} steps, {report['precision']} precision")
+    if report["verdict"] == "different":
+        where = [f"step {report['step']}", report["parameter"], f"by {report['difference'] or 0:.1e}"]
+        print(f"different: {', '.join(where[:3 if where[1] else 1])}\ncause: {report['cause']}: {report['message']}")
+    else:
+        print(f"{report['verdict']}: {report['message']}")
+
+
+def show_watch(report, command):
+    print(f"{command}\n   {report['ranks'][0]} rank(s), {report['steps'][0]} steps")
+    for finding in report["findings"]:
+        place = f"step {finding['step']}: " if finding["step"] else ""
+        print(f"{place}{finding['cause']}: {finding['message']}")
+    print(report["verdict"] + f": {report['message']}" * bool(report["message"]))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m verify", description="Check whether two commands train the same model, or check one command.",
+        epilog="exit code: 0 same or sound, 1 different or unsound, 2 not comparable")
+    parser.add_argument("commands", nargs="+", metavar="COMMAND", type=shlex.split, help="a command, in quotes")
+    parser.add_argument("--watch", action="store_true", help="check one command for what must hold in any run")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="stop after N optimizer steps")
+    parser.add_argument("--twice", action="store_true", help="check that the first command is reproducible")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for each run (default: 600)")
+    parser.add_argument("--fresh", nargs="+", default=[], type=Path, metavar="PATH", action="extend",
+                        help="delete these, which the commands write, after each run")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the difference at each step")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    parser.error = lambda message: parser.exit(2, f"verify: {message}; see --help\n")
+    args = parser.parse_args()
+    for path in filter(None, (args.plot, args.json)):
+        if not Path(path).resolve().parent.is_dir():
+            parser.error(f"{path}: the folder does not exist")
+    for path in args.fresh:
+        if path.exists():
+            parser.error(f"--fresh {path}: exists already, and would be deleted; move it away first")
+    if len(args.commands) != 2 - args.watch:
+        parser.error(f"{len(args.commands)} COMMAND given, {2 - args.watch} needed")
+    if not all(args.commands):
+        parser.error("a command is empty")
+    commands = [shlex.join(words) for words in args.commands]
+    for name in ("SIGTERM", "SIGHUP"):  # exit through finally, which stops the commands; nohup ignores SIGHUP
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        if args.watch:
+            failure = record(*commands, Path(folder), args.timeout, steps=args.steps, native=True)
+            remove(args.fresh)
+            report = watch(folder, failure)
+            show_watch(report, *commands)
+        else:
+            report = verify(commands, folder, args.steps, args.timeout, args.twice, args.fresh)
+            values = report.pop("series")
+            show(report, commands)
+            if args.plot:
+                plot(values, args.plot)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    return {"same": 0, "sound": 0, "different": 1, "unsound": 1, "not comparable": 2}[report["verdict"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

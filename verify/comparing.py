@@ -1,0 +1,157 @@
+"""Compare what two commands recorded and printed, step by step."""
+import math
+import re
+from typing import NamedTuple
+
+from .explaining import REMEDIES, Difference, ranks_differ
+from .records import Run, gap, match, worst
+
+
+class Limits(NamedTuple):
+    """The relative differences above which two runs differ: `low`, or 1000 times all before, or `high`."""
+
+    low: float
+    high: float
+    floor: float  # smaller gradients are noise, such as those of a bias before BatchNorm; a share of all
+
+
+LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}
+METRICS = set("acc accuracy ap auc bits bleu bpb dice err error f1 iou loss losses mae map miou mse norm perplexity "
+              "ppl precision psnr recall rmse rouge score ssim top1 top5".split())
+NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+PRINTED = re.compile(r"([A-Za-z][\w/.@-]*)[\"']?\s*[:=]?\s*[\"'(]?(" + NUMBER + r")(?![\w.]*[A-Za-z])")
+
+
+class Failure(NamedTuple):
+    """How a command failed."""
+
+    why: str
+    said: str = ""  # its own error
+    hung: bool = False  # it did not end in time
+    training: bool = False  # and was taking steps until then
+
+    def __str__(self):
+        return "\n".join(filter(None, [self.why, self.said]))
+
+
+def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False):
+    """Compare the records of two commands, or of one that ran again, and return the report.
+
+    `failed` holds a Failure or None for each command, `printed` what each printed. `cut`: a limit ended the runs.
+    """
+    return compare_runs(Run.read(folder_a, "A"), Run.read(folder_b, "B"), native, failed, again, printed, cut)
+
+
+def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False):
+    sixteen = native and {"torch.float16", "torch.bfloat16"} & (a.flags | b.flags)
+    limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
+    report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
+              "precision": "own" if native else "float64", "steps": [a.length, b.length],
+              "ranks": [len(a.ranks), len(b.ranks)], "series": [], "column": None,
+              "dtypes": sorted(flag for flag in a.flags | b.flags if flag.startswith("torch."))}
+
+    def different(cause, fact, step, parameter=None, difference=None, column=None):
+        return {**report, "verdict": "different", "cause": cause, "step": step + 1, "parameter": parameter,
+                "difference": difference, "column": column, "message": f"{fact}: {REMEDIES[cause]}"}
+
+    for run in (a, b):
+        if not any(run.ranks.values()) or run.doubled:
+            reason = "restarted, or its processes did not join one group" if run.doubled else "took no optimizer step"
+            return refuse(report, f"command {run.label} {reason}")
+    a.join(b)
+    b.join(a)
+    answer = None
+    for step in range(min(a.length, b.length)):
+        limit = min(max(limits.low, 1000 * report["difference"]), limits.high)
+        columns = ("start", "rate", "grad", "value")[step > 0:]
+        rows, others = a.at(step)[1], b.at(step)[1]
+        pairs = match(rows, others)
+        total = math.hypot(*[one.grad[0] for one, _ in pairs])
+        moved = [pair for pair in pairs if not max(pair[0].grad[0], pair[1].grad[0]) <= limits.floor * total]
+        found = [(column, *worst(moved if native and column == "value" else pairs, column,
+                                 limits.floor if column == "grad" else 1e-6)) for column in columns]
+        report["series"].append(max(item[1] for item in found))
+        for run, other in () if again else ((a, b), (b, a)):
+            if not answer and (mine := ranks_differ(run, step, columns, limit, other)):
+                answer = mine
+        if not answer and not len(pairs) == len(rows) == len(others):
+            fact = f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
+            answer = "unknown", fact, step, None, None
+        for column, difference, name in found:
+            if not answer and difference > limit:
+                answer = *Difference(a, b, step, column, pairs).explain(), step, name, difference, column
+        report["difference"] = max(report["series"])
+        if not answer and all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
+            return refuse(report, f"both models hold NaN or infinity after step {step + 1}")
+    if answer:
+        return different(*answer)
+    for run, failure in zip((a, b), failed):
+        if failure and failure.training:
+            continue
+        counts = {rank: run.kinds(rank).count("begin" if failure else "step") for rank in run.ranks}
+        behind = [rank for rank, count in counts.items() if count < max(counts.values())]
+        if behind and not any("failed" in run.kinds(rank) for rank in behind):
+            return different("rank-stops", f"the ranks of {run.label} take {[*counts.values()]} steps", run.length)
+    if a.length != b.length and not any(failed):
+        return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
+    if answer := held_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
+        return different("buffers", *answer)
+    if not any(failed) and not again and (fact := printed_differ(*printed, limits.high if native else 1e-6, cut)):
+        return different("metric", f"the models are the same, but {fact}", min(a.length, b.length) - 1)
+    bound = f" (tolerance {limits.low:g} at first, {limits.high:g} later)" * native
+    return {**report, "message": f"{a.length} steps, greatest relative difference {report['difference']:.1e}{bound}"}
+
+
+def refuse(report, reason, step=None):
+    return {**report, "verdict": "not comparable", "cause": None, "step": step, "message": reason}
+
+
+def held_differ(a, b, limit, again=False):
+    """Compare buffers and averages of two runs, and averages of the ranks of a run.
+
+    Return (evidence, step, name, difference) or None. What both runs hold in the same shape can be compared.
+    """
+    for number, (left, right) in enumerate(zip(a.held(), b.held())):
+        theirs = {(name, str(shape)): digest for name, shape, digest in right}
+        for name, shape, digest in left:
+            other = theirs.get((name, str(shape)))
+            if other and gap(digest, other, 1e-12) > limit:
+                return (f"{name} differs between A and B, though all parameters are the same", max(number - 1, 0), name,
+                        gap(digest, other, 1e-12))
+    for run in () if again else (a, b):
+        for number, states in enumerate(zip(*run.ranks.values())):
+            for rank, state in zip(run.ranks, states):
+                for (name, shape, digest), (other, its, value) in zip(states[0]["held"], state["held"]):
+                    if name.startswith("average of") and (name, shape) == (other, its) and \
+                            gap(digest, value, 1e-12) > limit:
+                        return (f"{name} differs between ranks 0 and {rank} of {run.label}", max(number - 1, 0), name,
+                                gap(digest, value, 1e-12))
+    return None
+
+
+def metrics(text):
+    """Return {name: numbers} for all that a program printed as NAME NUMBER, NAME: NUMBER or NAME=NUMBER.
+
+    A part of NAME must be a metric's name, such as "loss" in val_loss. The numbers are text.
+    """
+    found = {}
+    for name, number in PRINTED.findall(text):
+        if METRICS & {*re.split(r"[\W_]+", name.lower())}:
+            found.setdefault(name, []).append(number)
+    return found
+
+
+def printed_differ(one, two, tolerance, cut=False):
+    """Return how a metric differs that both commands print equally often, or None; `cut`: both were ended early."""
+    left, right = metrics(one), metrics(two)
+    for name, numbers in left.items():
+        others = right.get(name, [])
+        if not cut and len(numbers) != len(others):
+            continue  # such as one line for each rank
+        for place, (x, y) in enumerate(zip(numbers, others), 1):
+            digit = max(1.01 * 10.0 ** -len(number.partition(".")[2].partition("e")[0]) for number in (x, y))
+            if "e" in (x + y).lower():
+                digit = 1e-3 * max(abs(float(x)), abs(float(y)))
+            if abs(float(x) - float(y)) > max(digit, tolerance * max(abs(float(x)), abs(float(y)))):
+                return f"A prints {name} {x} and B {y}, when they print it for the {place}. time"
+    return None

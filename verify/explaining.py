@@ -1,0 +1,272 @@
+"""The causes of a difference: rules, in the order in which they are tried, and what to do about each cause."""
+import math
+from functools import cached_property
+
+from .records import equal, worst
+
+REMEDIES = {
+    "start": "set the same seed on every rank before you create the model, and wrap the model in DDP",
+    "not-averaged": "call the DDP wrapper, not the model in it; leave no_sync() for the last micro-batch (pitfall P12)",
+    "partial": "add the gradients over these ranks before the step, as for norms between split layers",
+    "rank-lr": "call scheduler.step() on every rank, with a metric that is reduced over all ranks (pitfall P15)",
+    "set-epoch": "call sampler.set_epoch(epoch) at the start of every epoch (pitfall D1)",
+    "scale": "average over ranks instead of summing; divide each micro-batch's loss by their number (pitfall P5)",
+    "group-scale": "divide these gradients by the number of ranks over which they are added, such as the data-parallel "
+                   "ranks and not all ranks, or the expert-parallel ones",
+    "no-gradient": "a detach(), no_grad() or collective without a backward pass cuts the gradient, or DDP or the "
+                   "optimizer holds other tensors than the model",
+    "reset": "call zero_grad() once before the first micro-batch of a step, not before each one",
+    "no-backward": "a collective in the loss has no backward pass, such as dist.all_reduce or dist.all_gather: use one "
+                   "that has, or reduce only numbers that need no gradient",
+    "learning-rate": "compare the learning rates, their scaling with the batch size, and the schedulers (pitfall D6)",
+    "batch-size": "divide the batch size by the number of processes; compare drop_last and epochs (pitfall D6)",
+    "samples": "give each rank its own share, as DistributedSampler does; compare seed, shuffle and drop_last; make "
+               "random augmentation depend on (seed, epoch, index), not on the worker, and remember that "
+               "persistent_workers keep the dataset of the first epoch (pitfall D3)",
+    "evaluation": "call model.eval() before an evaluation and model.train() after it (pitfall E1)",
+    "batchnorm": "BatchNorm normalizes each process's share separately: use SyncBatchNorm, or accept the difference",
+    "uneven-mean": "divide the sum of the losses by the count over all ranks and micro-batches, not by each one's own",
+    "optimizer": "compare the optimizers and their settings, and what else changes the weights",
+    "rank-stops": "let all ranks decide from the same reduced value when to stop (pitfall P14)",
+    "clip": "clip once per step, by the norm of the whole gradient, after it is averaged and unscaled (pitfall P6)",
+    "random": "set dropout to 0 to compare the rest; make random draws depend on the sample, not the rank (pitfall D3)",
+    "buffers": "reduce or broadcast what the model keeps besides parameters, and update averages of the weights on "
+               "every rank",
+    "metric": "add up sums and counts over all ranks, each sample once, before you divide and print (pitfall D2)",
+    "unknown": "no known pattern; compare what the two programs do in this step"}
+
+
+class Difference:
+    """The first step at which two runs differ, as the rules see it; `column` of the rows differs: see records.Row."""
+
+    def __init__(self, a, b, step, column, pairs):
+        self.a, self.b, self.step, self.column, self.pairs = a, b, step, column, pairs
+        (self.left, _, self.ours), (self.right, _, self.theirs) = a.at(step), b.at(step)
+        for run, other in ((self.left, self.theirs), (self.right, self.ours)):  # tensor and pipeline parallelism:
+            if len(run) > 1 and other and all(equal(sorted(state["samples"]), other) for state in run):
+                self.ours = self.theirs = other  # each rank reads all samples
+        self.split = (len(self.left), self.left[0]["batches"]) != (len(self.right), self.right[0]["batches"])
+        self.losses = [sum(state["loss"] for state in states) / len(states) for states in (self.left, self.right)]
+        self.flags = {flag for state in self.left + self.right for flag in state["flags"]}
+
+    @cached_property
+    def factor(self):
+        """By how much all gradients of B are greater than those of A, if it is one factor; else None."""
+        one, two = max(self.pairs, key=lambda pair: pair[0].grad[0])
+        factor = two.grad[0] / (one.grad[0] or math.nan)
+        if self.column == "grad" and factor > 0 and worst(multiply(self.pairs, factor), "grad")[0] < 1e-6:
+            return factor
+        return None
+
+    @cached_property
+    def seen(self):
+        return "equal samples" if self.ours and self.theirs else "the samples were not seen, so they may differ"
+
+    def explain(self):
+        """Return the likely cause, and the evidence for it."""
+        for cause, rule in RULES:
+            if evidence := rule(self):
+                return cause, evidence
+        raise AssertionError("the last rule always holds")
+
+
+def multiply(pairs, factor):
+    return [(one._replace(grad=[factor * value for value in one.grad]), two) for one, two in pairs]
+
+
+def start(it):
+    return it.column == "start" and f"{it.a.label} and {it.b.label} start with different weights"
+
+
+def batch_size(it):
+    if it.ours and it.theirs and len(it.ours) != len(it.theirs) and not it.factor:
+        return f"the step reads {len(it.ours)} samples in {it.a.label}, {len(it.theirs)} in {it.b.label}"
+    return None
+
+
+def learning_rate(it):
+    if it.column != "rate":
+        return None
+    one, two = next(pair for pair in it.pairs if pair[0].rate != pair[1].rate)
+    ratio, since = two.rate[0] / (one.rate[0] or math.nan), "" if it.step == 0 else ", after equal rates before"
+    later = [pair for step in range(it.step, min(it.a.length, it.b.length))
+             for pair in zip(it.a.at(step)[0][0]["rows"], it.b.at(step)[0][0]["rows"]) if pair[0].name == one.name]
+    if later and all(math.isclose(y.rate[0], ratio * x.rate[0], rel_tol=1e-6) for x, y in later):
+        since += f", {ratio:.6g} times as much in all {len(later)} steps from here"
+    return f"the rate is {one.rate[0]:g} in {it.a.label} and {two.rate[0]:g} in {it.b.label}{since}"
+
+
+def optimizer(it):
+    if it.column != "value":
+        return None
+    one, two = ({*states[0]["settings"]} for states in (it.left, it.right))
+    lines = sorted(line.strip() for line in one ^ two if "lr:" not in line)
+    return f"equal gradients, but different updates{': ' * bool(lines)}{', '.join(lines)}"
+
+
+def evaluation(it):
+    resting = [max(state["resting"] for state in states) for states in (it.left, it.right)]
+    if resting[0] != resting[1]:
+        return f"{resting[0]} layers of {it.a.label} are in evaluation mode, {resting[1]} of {it.b.label}"
+    return None
+
+
+def clip(it):
+    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (it.left, it.right)]
+    whole = it.factor and min(abs(max(it.factor, 1 / it.factor) - n) for n in range(2, 65)) < 1e-4
+    return (not whole or math.isclose(*norms, rel_tol=1e-6)) and clipped(it.a, it.b, it.left, it.right)
+
+
+def clipped(a, b, left, right):
+    """Return how clipping differs between the ranks or the runs, or None."""
+    left, right = [state["clips"] for state in left], [state["clips"] for state in right]
+    if len(left[0]) != len(right[0]):
+        return f"{a.label} clips {len(left[0])} time(s) in this step, {b.label} {len(right[0])}"
+    for one, two in [*zip(left[0], left[-1]), *zip(right[0], right[-1])]:
+        if not math.isclose(one[0], two[0], rel_tol=1e-6):
+            return f"two ranks clip different norms, {one[0]:.4g} and {two[0]:.4g}"
+    for one, two in zip(left[0], right[0]):
+        if one[1] != two[1] or max(one[0], two[0]) > 100 * min(one[0], two[0]):
+            return f"{a.label} clips a norm of {one[0]:.4g} to {one[1]:g}, {b.label} {two[0]:.4g} to {two[1]:g}"
+    return None
+
+
+def scale(it):
+    if not it.factor:
+        return None
+    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (it.left, it.right)]
+    factor = norms[1] / norms[0] if all(norms) else it.factor
+    layout = f"{len(it.right)} rank(s) and {it.right[0]['batches']} micro-batch(es)"
+    return f"the gradients of {it.b.label} are {factor:.6g} times those of {it.a.label}, with {layout}"
+
+
+def no_gradient(it):
+    """Some gradients are zero in one run, and all others are equal."""
+    if it.column != "grad" or it.factor:
+        return None
+    for run, number in ((it.b, 1), (it.a, 0)):
+        without = [pair[0].name for pair in it.pairs if not pair[number].grad[0] and pair[1 - number].grad[0]]
+        if without:
+            return f"{len(without)} parameter(s) get no gradient in {run.label}, such as {without[0]}"
+    return None
+
+
+def group_scale(it):
+    """One factor holds for some gradients, and the others are equal."""
+    if it.column != "grad" or it.factor:
+        return None
+    moved = [pair for pair in it.pairs if worst([pair], "grad")[0] > 1e-6]
+    factor = moved[0][1].grad[0] / (moved[0][0].grad[0] or math.nan) if moved else 0
+    if 0 < len(moved) < len(it.pairs) and factor > 0 and worst(multiply(moved, factor), "grad")[0] < 1e-6:
+        return (f"{len(moved)} of {len(it.pairs)} gradients of {it.b.label} are {factor:.6g} times those of "
+                f"{it.a.label}, such as that of {moved[0][0].name}; the others are equal")
+    return None
+
+
+def set_epoch(it):
+    if not it.ours or not it.theirs or equal(it.ours, it.theirs):
+        return None
+    for run, mine, other in ((it.b, it.theirs, it.a), (it.a, it.ours, it.b)):
+        for again in {*range(min(it.a.length, it.b.length))} - {it.step}:
+            if equal(run.at(again)[2], mine) and not equal(other.at(again)[2], other.at(it.step)[2]):
+                return f"{run.label} reads the same samples in steps {it.step + 1} and {again + 1}"
+    return None
+
+
+def samples(it):
+    if not it.ours or not it.theirs or equal(it.ours, it.theirs):
+        return None
+    if any(equal(sorted(states[0]["samples"]), sorted(state["samples"]))
+           for states in (it.left, it.right) for state in states[1:]):
+        return "every rank reads the same samples"
+    common = len({f"{value:.6g}" for value in it.ours} & {f"{value:.6g}" for value in it.theirs})
+    return f"{common} of the step's {len(it.ours)} samples are in both runs"
+
+
+def no_backward(it):
+    """The loss is the same, so its value is right on every rank, but not what reaches the parameters."""
+    if it.ours and it.theirs and len(it.left) != len(it.right) and math.isclose(*it.losses, rel_tol=1e-9):
+        return f"equal samples and equal mean losses, {it.losses[0]:.9g}, but different gradients"
+    return None
+
+
+def uneven_mean(it):
+    ratio = max(map(abs, it.losses)) / (min(map(abs, it.losses)) or 1e-300)
+    if it.split and not math.isclose(*it.losses, rel_tol=1e-9) and ratio < 100:  # a larger ratio means a scaled loss
+        return mean_losses(it)
+    return None
+
+
+def mean_losses(it):
+    return f"{it.seen}; mean loss {it.losses[0]:.9g} in {it.a.label}, {it.losses[1]:.9g} in {it.b.label}"
+
+
+RULES = [
+    ("start", start), ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
+    ("evaluation", evaluation), ("clip", clip), ("scale", scale), ("no-gradient", no_gradient),
+    ("group-scale", group_scale), ("set-epoch", set_epoch), ("samples", samples),
+    
+    ("reset", lambda it: "reset" in it.b.flags ^ it.a.flags and "gradients are zero before a later micro-batch"),
+    ("batchnorm", lambda it: it.split and "batchnorm" in it.flags and mean_losses(it)), ("no-backward", no_backward),
+    ("random", lambda it: "random" in it.flags and mean_losses(it)), ("uneven-mean", uneven_mean),
+    ("evaluation", lambda it: "evaluated" in it.flags and mean_losses(it)), ("unknown", mean_losses)]
+
+
+def ranks_differ(run, step, columns, limit, other=None, skipped=()):
+    """If the ranks of a run differ, return the cause, evidence, step, parameter and difference; else None.
+
+    `other` is a run of the same steps on other ranks, if any: it shows whether the ranks hold parts of a gradient.
+    Rows with a number in `skipped` may differ.
+    """
+    states = run.at(step)[0]
+    for rank, state in zip(run.ranks, states):
+        pairs = [pair for number, pair in enumerate(zip(states[0]["rows"], state["rows"])) if number not in skipped]
+        for column in columns if all(one[:2] == two[:2] for one, two in pairs) else ():  # stages of a pipeline differ
+            difference, name = worst(pairs, column)
+            if difference > limit:
+                cause, what = {"start": ("start", "initial weights"), "rate": ("rank-lr", "learning rates"),
+                               "grad": ("not-averaged", "gradients"), "value": ("optimizer", "weights")}[column]
+                if column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"]):
+                    cause = "partial"
+                elif column == "grad" and state["clips"] != states[0]["clips"] and proportional(pairs):
+                    cause, what = "clip", "gradients, proportional to each other"
+                return cause, f"ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
+    return None
+
+
+def parts_of(states, rows):
+    """Return whether the ranks' gradients, where they differ, add up to those of the other run, `rows`."""
+    found = []
+    for whole, *parts in zip(rows, *[state["rows"] for state in states]):
+        if any(worst([(parts[0], part)], "grad")[0] > 1e-6 for part in parts):
+            found.append(equal([sum(part.grad[k] for part in parts) for k in (1, 2)], whole.grad[1:]))
+    return len(rows) == len(states[0]["rows"]) and all(found)
+
+
+def proportional(pairs):
+    factor = pairs[0][1].grad[0] / (pairs[0][0].grad[0] or math.nan)
+    return worst(multiply(pairs, factor), "grad")[0] < 1e-6
+
+
+def first_module(a, b, step):
+    """Return where two runs part in a step that both recorded with the outputs of their modules, as a clause."""
+    if min(a.length, b.length) <= step:
+        return ""
+    left, right = ([state["outputs"] for state in run.at(step)[0]] for run in (a, b))
+    ours, theirs = sums(left), sums(right)
+    alone = [sums([outputs]) for outputs in (left[0], right[0])]
+    shared = [name for name, *_ in left[0] if name in theirs]  # in the order of the forward pass
+    for name in dict.fromkeys(shared):
+        fits = [equal(ours[name], theirs[name]), equal(alone[0][name], alone[1].get(name, [])),
+                equal(ours[name], alone[1].get(name, []))]
+        if not any(fits):
+            return f"the first module whose output differs is {name}"
+    return "the outputs of all modules agree, so the backward pass differs" if shared else ""
+
+
+def sums(outputs):
+    """Return {module: the sums of its outputs' numbers over ranks and micro-batches}."""
+    found = {}
+    for name, *numbers in (item for items in outputs for item in items):
+        found[name] = [x + y for x, y in zip(found.get(name, [0, 0]), numbers)]
+    return found

@@ -1,0 +1,335 @@
+"""Runs inside the programs that are compared: writes a line of JSON for each optimizer step. Needs nothing but torch.
+
+A line is an event: "begin" (a rank has begun a step), "step", "epoch" (a DataLoader of training data is empty), "end"
+(the program has ended) or "failed". A step holds one row for each parameter: name, shape, initial digest, learning
+rate, digests of its gradient and of its new value. `held` holds what no optimizer changes: buffers, and averages of the
+weights. A digest is the norm of a tensor and two projections of it.
+"""
+import functools
+import gc
+import json
+import math
+import os
+import sys
+import time
+import weakref
+
+FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, for each axis of a tensor
+
+
+class Recorder:
+    """Runs in each process of a command, and writes a line of JSON for each optimizer step."""
+
+    def __init__(self, folder, native=False, steps=0, outputs_at=0):
+        """Record in `folder`, up to `steps` steps if not 0, and the outputs of all modules in step `outputs_at`."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self.torch, self.folder, self.native, self.steps = torch, folder, native, steps
+        self.outputs_at = outputs_at
+        self.forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.forget)
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
+        patches = [(self.backward, torch.autograd, "backward"), (self.autocast, torch.autocast, "__enter__"),
+                   (self.deliver, torch.utils.data.dataloader._BaseDataLoaderIter, "__next__"),
+                   (self.clip, torch.nn.utils, "clip_grad_norm_", "clip_grad_value_"),
+                   (self.call, torch.nn.Module, "__call__")]
+        if not native:
+            torch.set_default_dtype(torch.float64)
+            patches += [(self.cast, torch.Tensor, "float", "bfloat16", "half"), (self.widen, torch, "tensor"),
+                        (self.widen, torch.Tensor, "to", "type"), (self.widen, torch.nn.functional, "softmax")]
+        for around, owner, *names in patches:
+            for name in names:
+                setattr(owner, name, self.wrap(getattr(owner, name), around))
+
+    def wrap(self, function, around):
+        return functools.wraps(function)(lambda *args, **more: around(function, *args, **more))
+
+    def cast(self, function, tensor, **more):
+        """Return float64 instead, except for GradScaler, which needs float32, and for 16 bits outside optimizers."""
+        scaler = sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
+        narrow = scaler if function.__name__ == "float" else not self.outer
+        return function(tensor, **more) if narrow else tensor.double(**more)
+
+    def widen(self, function, *args, **more):
+        torch = self.torch
+        narrow = (torch.float32, torch.bfloat16, torch.float16)[:3 if self.outer else 1]
+        wide = {id(dtype): torch.float64 for dtype in narrow}
+        more = {name: wide.get(id(value), value) for name, value in more.items()}
+        return function(*[wide.get(id(value), value) for value in args], **more)
+
+    def forget(self):
+        """Reset all state, as in a new process."""
+        self.file, self.count, self.outer, self.depth, self.recomputing = None, 0, None, 0, False
+        self.tables, self.trained, self.optimized = {}, set(), set()
+        self.kept, self.modules, self.names = [], [], {}
+        self.held, self.parameters, self.replicas = [], [], False
+        self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
+        self.clear()
+
+    def clear(self):
+        self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
+        self.inputs = []  # inputs of the outermost modules since the last backward pass
+        self.outputs = []  # [name, squared norm, wave] of each module's output, if this step is to show them
+        self.drawn = self.draws()
+
+    def draws(self):
+        """Return the states of the random generators: they change if the model draws, as dropout does."""
+        cuda = self.torch.cuda
+        states = [self.torch.get_rng_state(), *([cuda.get_rng_state()] if cuda.is_initialized() else [])]
+        return [state.numpy().tobytes() for state in states]
+
+    def write(self, event, **values):
+        if not self.file:
+            from multiprocessing.util import Finalize
+
+            group = self.torch.distributed
+            joined = group.is_available() and group.is_initialized()
+            self.rank = group.get_rank() if joined else int(os.environ.get("RANK") or 0)
+            self.world = group.get_world_size() if joined else int(os.environ.get("WORLD_SIZE") or 1)
+            self.file = open(f"{self.folder}/{self.rank}-{os.getpid()}.jsonl", "w")
+            Finalize(None, self.end, exitpriority=0)
+        self.file.write(json.dumps({"event": event, **values}) + "\n")
+        self.file.flush()
+
+    def end(self):
+        """Record how the program ends. What it changed after its last step is in its buffers and averages."""
+        if hasattr(sys, "last_value"):
+            self.write("failed")
+        elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.kept):  # other ranks may have left
+            self.write("end", held=self.look_at_kept())
+
+    def look_at_kept(self):
+        with self.torch.no_grad():
+            digests = self.digest([tensor for _, tensor in self.kept])
+        return [[name, list(tensor.shape), digest] for (name, tensor), digest in zip(self.kept, digests)]
+
+    def whole(self, tensor):
+        """Return a tensor gathered, dense and in float64, on a device that has float64."""
+        tensor = tensor.detach()
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
+        return (tensor.to_dense() if tensor.layout != self.torch.strided else tensor).double()
+
+    def digest(self, tensors):
+        """Return the norm and two projections of each tensor; a gradient of None counts as zero."""
+        found = []
+        for tensor in tensors:
+            tensor = self.whole(self.torch.zeros(1) if tensor is None else tensor)
+            projections = self.waves(tensor.shape, tensor.device) @ tensor.flatten()
+            found.append(self.torch.cat([tensor.norm()[None], projections]))
+        alike = len({item.device for item in found}) < 2
+        return self.torch.stack(found if alike else [item.cpu() for item in found]).tolist() if found else []
+
+    @functools.cache  # noqa: B019
+    def waves(self, shape, device):
+        """Return the real and imaginary parts of a plane wave: an offset along an axis shifts only its phase."""
+        phase = self.torch.zeros(shape, dtype=self.torch.float64, device=device)
+        for axis, size in enumerate(shape):
+            phase.movedim(axis, -1).add_(FREQUENCIES[axis] * self.torch.arange(1, size + 1, device=device))
+        return self.torch.stack([phase.cos(), phase.sin()]).reshape(2, -1)
+
+    def autocast(self, function, context):
+        self.flags |= {"torch.bfloat16"} if context._enabled and self.native else set()  # autocast skips float64
+        return function(context)
+
+    def clip(self, function, parameters, *args, **more):
+        norm = function(parameters, *args, **more)
+        bound = args[0] if args else more.get("max_norm", more.get("clip_value"))
+        self.clips.append([0.0 if norm is None else float(self.whole(norm)), float(bound)])
+        return norm
+
+    def backward(self, function, tensors, *args, **more):
+        for loss in [tensors] if isinstance(tensors, self.torch.Tensor) else tensors:
+            if isinstance(loss, self.torch.Tensor):  # not the output of a pipeline stage: its loss is elsewhere
+                self.losses.append(self.whole(loss).sum())
+                self.flags.add(str(loss.dtype))
+        self.flags |= {"random"} if self.drawn != self.draws() else set()
+        grads = [item.grad for item in self.parameters if item.grad is not None]
+        if self.samples and self.parameters and not any(grad.any() for grad in grads):
+            self.flags.add("reset")  # this is a later micro-batch
+        self.begin()
+        for iterator, batches in self.pending.items():
+            self.trained.add(id(iterator._dataset))
+            self.samples += batches
+            batches.clear()
+        self.samples += [] if self.trained else map(self.sample, self.inputs)
+        self.inputs.clear()
+        self.recomputing = True  # activation checkpointing calls modules here
+        try:
+            return self.nested(function, tensors, *args, **more)
+        finally:
+            self.recomputing = False
+
+    def nested(self, function, *args, **more):
+        self.depth += 1
+        try:
+            return function(*args, **more)
+        finally:
+            self.depth -= 1
+
+    def call(self, function, module, *args, **more):
+        """Record the inputs of the outermost module, which are the samples in a program without DataLoader."""
+        torch = self.torch
+        if torch.compiler.is_compiling():
+            return function(module, *args, **more)
+        loaded = self.trained or any(self.pending.values())
+        training = module.training and torch.is_grad_enabled()
+        if not self.depth and not loaded and training:
+            leaves = torch.utils._pytree.tree_leaves((args, more))
+            tensors = [value for value in leaves if type(value) is torch.Tensor and value.ndim > 0 and not value.is_meta
+                       and value.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)]
+            trains = any(parameter.requires_grad for parameter in module.parameters())  # false for a loss
+            if trains and not any(tensor.requires_grad for tensor in tensors):  # not another module's output
+                self.drawn = self.drawn if self.inputs else self.draws()
+                self.inputs.append(tensors)
+        output = self.nested(function, module, *args, **more)
+        if self.count == self.outputs_at - 1 and training and not self.recomputing:
+            self.outputs += self.look_at_output(module, output)
+        return output
+
+    def look_at_output(self, module, output):
+        """Return a module's name, and two sums over its output: their sums over ranks are those of a whole batch."""
+        torch = self.torch
+        with torch.no_grad():
+            found = [value for value in torch.utils._pytree.tree_leaves(output) if type(value) is torch.Tensor
+                     and value.is_floating_point() and not value.is_meta and value.layout == torch.strided
+                     and not torch._C._functorch.is_functorch_wrapped_tensor(value)]
+            if not found or id(module) not in self.names:
+                return []
+            flat = [value.double().reshape(len(value) if value.ndim else 1, -1) for value in found]
+            waves = [(value @ self.waves(value.shape[1:], value.device)[0]).sum() for value in flat]
+            return [[self.names[id(module)], float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
+
+    def begin(self):
+        """Record that this rank has begun a step: if it never ends, another rank has left the loop."""
+        if not self.begun:
+            self.begun = True
+            self.write("begin")
+
+    def deliver(self, function, iterator):
+        """Record the samples of a batch that DataLoader delivers, and return it in float64."""
+        torch, tensors = self.torch, []
+
+        def visit(value):
+            if isinstance(value, torch.Tensor):
+                value = value.double() if value.is_floating_point() and not self.native else value
+                tensors.extend([value] * (value.ndim > 0))
+            elif isinstance(getattr(value, "data", None), dict):  # a UserDict, such as transformers' BatchEncoding
+                value.data = torch.utils._pytree.tree_map(visit, value.data)
+            return value
+
+        try:
+            batch = torch.utils._pytree.tree_map(visit, function(iterator))
+        except StopIteration:
+            self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # no backward pass followed
+            if id(iterator._dataset) in self.trained and self.torch.is_grad_enabled():
+                sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
+                self.write("epoch", shuffled=bool(getattr(sampler, "shuffle", False)))
+            raise
+        except Exception:
+            self.write("failed")
+            raise
+        if not torch.is_grad_enabled():
+            self.flags.add("evaluated")
+            return batch
+        if isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (list, tuple)) for part in batch):
+            tensors = []  # collate_fn did not stack: a tensor's length is not the number of samples
+        self.pending.setdefault(iterator, []).append(self.sample(tensors))
+        self.drawn = self.draws()
+        if id(iterator._dataset) in self.trained:
+            self.begin()
+        return batch
+
+    def sample(self, tensors):
+        """Return a digest of each sample in a batch."""
+        lengths = [len(tensor) for tensor in tensors]
+        rows = max(lengths, key=lengths.count, default=0)
+        digest = self.torch.zeros(rows, dtype=self.torch.float64, device="cpu")
+        for n, tensor in enumerate([tensor for tensor in tensors if len(tensor) == rows > 0], 1):
+            flat = tensor.detach().cpu().double().reshape(rows, -1)
+            flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing
+            digest += flat @ self.waves(flat.shape[1:], flat.device)[n % 2] * n
+        return digest.tolist()
+
+    def before_step(self, optimizer, args, more):
+        if self.outer not in (None, optimizer):
+            return  # an optimizer inside another one, as in ZeroRedundancyOptimizer
+        if float(getattr(optimizer, "found_inf", None) or 0):
+            return  # GradScaler found infinite gradients: the fused kernel skips this step
+        self.outer = optimizer
+        trained = [(item, group) for group in optimizer.param_groups for item in group["params"]
+                   if item.requires_grad and not item.is_meta]  # meta: in another process
+        self.parameters = [item for item, _ in trained]
+        self.optimized |= {id(item) for item in self.parameters}
+        self.rates = [[float(group.get("lr") or 0)] for _, group in trained]
+        with self.torch.no_grad():
+            key = [id(item) for item in self.parameters]
+            if self.tables.get(optimizer, [None])[0] != key:
+                shapes = [list(item.shape) for item in self.parameters]
+                self.tables[optimizer] = key, list(zip(self.look(), shapes, self.digest(self.parameters)))
+            self.held = self.look_at_kept()
+            closure = len(args) > 1 or more.get("closure")
+            scale = getattr(optimizer, "grad_scale", None)  # the fused kernel unscales inside the step
+            self.grads = None if closure else self.digest(
+                [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters])
+
+    def look(self):
+        """Find all modules, and what no optimizer changes; return a name for each parameter."""
+        gc.unfreeze()  # gc.get_objects() omits what the program has frozen
+        torch, names = self.torch, {}
+        modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
+        inside = {id(child) for module in modules for child in module.children()}
+        outermost = [module for module in modules if id(module) not in inside]
+        for module in modules:
+            for name, item in module.named_parameters():
+                names[id(item)] = max(names.get(id(item), ""), plain(name), key=len)
+        self.names = {id(part): plain(name) for module in outermost for name, part in module.named_modules() if name}
+        self.modules = [module for module in modules if not module._modules]
+        self.replicas = any(isinstance(module, torch.nn.parallel.DistributedDataParallel)
+                              and module.process_group.size() == torch.distributed.get_world_size()
+                              for module in modules)
+        shapes = lambda module: [item.shape for item in module.parameters()]  # noqa: E731
+        trained = [module for module in outermost if any(id(item) in self.optimized for item in module.parameters())]
+        averages = [module for module in outermost if module not in trained and shapes(module)
+                    and shapes(module) in map(shapes, trained)]
+        kept = {id(item): (f"buffer {plain(name)}", item)
+                for module in trained for name, item in module.named_buffers()}
+        for module in averages:
+            kept |= {id(item): (f"average of {plain(name)}", item) for name, item in module.named_parameters()}
+            kept |= {id(item): (f"average's buffer {plain(name)}", item) for name, item in module.named_buffers()}
+        self.kept = sorted(((name, item) for name, item in kept.values() if item.is_floating_point() and item.numel()
+                            and not item.is_meta), key=lambda pair: pair[0])
+        return [names.get(id(item), "parameter") for item in self.parameters]
+
+    def after_step(self, optimizer, args, more):
+        if optimizer is not self.outer:
+            return
+        torch, self.outer = self.torch, None
+        norms, exact = torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm
+        self.flags |= {"batchnorm" for item in self.modules
+                       if item.training and isinstance(item, norms) and not isinstance(item, exact)}
+        with torch.no_grad():
+            grads = self.grads or self.digest([item.grad for item in self.parameters])
+            table = zip(self.tables[optimizer][1], self.rates, grads, self.digest(self.parameters))
+        self.flags |= {str(item.dtype) for item in self.parameters}
+        self.write("step", rows=[[*row, *more] for row, *more in table], samples=sum(self.samples, []),
+                   batches=len(self.samples), loss=sum(map(float, self.losses)), clips=self.clips, flags=[*self.flags],
+                   resting=sum(not item.training for item in self.modules), settings=str(optimizer).splitlines(),
+                   held=self.held, outputs=self.outputs, replicas=self.replicas)
+        self.clear()
+        self.count += 1
+        if self.count == self.steps:
+            open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
+            while os.path.isdir(self.folder):  # other ranks may still need this one: wait until verify ends all
+                time.sleep(1)
+            os._exit(0)
+
+
+def plain(name):
+    """Return the name of a parameter, buffer or module without the wrappers that DDP, FSDP and others put around it."""
+    for wrapper in ("_forward_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module."):
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,99 @@
+"""Run a command so that its processes record their steps, and end it with all that it started."""
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from . import recording
+from .comparing import Failure
+
+SITE = """import importlib.machinery, importlib.util, os, runpy, sys
+class OnTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            if spec := importlib.util.find_spec(name):
+                load = spec.loader.exec_module
+                spec.loader.exec_module = lambda module: (
+                    sys.meta_path.remove(self), load(module), runpy.run_path({file!r})["Recorder"](**{options!r}))
+            sys.meta_path.insert(0, self)  # some libraries only check that torch exists
+            return spec
+sys.meta_path.insert(0, OnTorch())
+path = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
+if spec := importlib.machinery.PathFinder.find_spec("sitecustomize", path):  # the next one on the path
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+LAST = 15  # lines of a failed command's output, if it shows no traceback
+
+
+def environment(folder, **options):
+    """Return the environment variables that make a command record its steps in `folder`; `options`: see Recorder."""
+    site = Path(folder).resolve() / "site"
+    site.mkdir(parents=True)
+    options = {"folder": str(site.parent), **options}
+    (site / "sitecustomize.py").write_text(SITE.format(file=os.path.abspath(recording.__file__), options=options))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
+
+
+def record(command, folder, timeout, **options):
+    """Run a command until it ends, takes its last step or exceeds the timeout; return None or a Failure."""
+    env = {**os.environ, **environment(folder, **options)}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    end, code = time.monotonic() + timeout, None
+    with open(folder / "output", "w+") as output:
+        try:
+            process = subprocess.Popen(shlex.split(command), env=env, stdin=subprocess.DEVNULL, stdout=output,
+                                       stderr=output, start_new_session=True)
+        except OSError as error:
+            return Failure(str(error))
+        try:
+            while code is None and time.monotonic() < end:
+                done = [path.name for path in folder.glob("done-*")]
+                code = 0 if done and len(done) == int(done[0].split("-")[-1]) else process.poll()
+                time.sleep(0.05)
+        finally:
+            stop(process, folder)
+    if code == 0:
+        return None
+    text = own_error(printed(folder))
+    if code is not None:
+        return Failure(f"exit code {code}", text)
+    quiet = time.time() - max((path.stat().st_mtime for path in folder.glob("*.jsonl")), default=0.0)
+    training = quiet < min(60, timeout / 4)
+    busy = ", still training: raise --timeout or pass --steps" if training else ""
+    return Failure(f"did not end within {timeout:g} s{busy}", text, hung=True, training=training)
+
+
+def printed(folder):
+    path = Path(folder, "output")
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def own_error(text):
+    """Return the last lines of the first traceback that is not the launcher's, or the last lines of the output."""
+    lines = [re.sub(r"^\[(?:rank)?\d+\]:\s?", "", line) for line in text.splitlines()]
+    for start in (number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")):
+        end = next((number for number in range(start + 1, len(lines)) if not lines[number].startswith((" ", "\t"))),
+                   len(lines) - 1)
+        if "ChildFailedError" not in lines[end]:
+            return "\n".join(lines[max(start + 1, end - 4):end + 1])
+    return "\n".join(lines[-LAST:])
+
+
+def stop(process, folder):
+    """Kill a command and, on Linux, every process that it started: the folder is in their environment."""
+    process.kill()
+    found = True
+    while found:
+        found = False
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"{folder.resolve()}/site".encode() in entry.read_bytes():
+                    os.kill(int(entry.parent.name), 9)
+                    found = True
+            except OSError:
+                continue
+    process.wait()

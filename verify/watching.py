@@ -1,0 +1,121 @@
+"""Check one run on its own: what must hold in any run, without another one to compare it with."""
+import math
+
+from .comparing import LIMITS
+from .explaining import REMEDIES, ranks_differ
+from .records import Run, equal, worst
+
+ALONE = {
+    "never-moves": "check its learning rate, and what puts its old value back",
+    "not-optimized": "create the optimizer after the last change of the model, from the parameters that it then holds",
+    "not-finite": "lower the learning rate, clip the gradients, or look for a division by zero in the loss"}
+
+
+def watch(folder, failure=None):
+    """Return a report on the one run that `folder` holds: its verdict is "sound", "unsound" or "not comparable"."""
+    run = Run.read(folder, "the run")
+    report = {"verdict": "sound", "steps": [run.length], "ranks": [len(run.ranks)], "findings": [], "message": ""}
+    if not run.length or run.doubled:
+        why = "its processes did not join one group, or it restarted" if run.doubled else "it took no optimizer step"
+        return {**report, "verdict": "not comparable", "message": f"{why}\n{failure or ''}".strip()}
+    sixteen = {"torch.float16", "torch.bfloat16"} & run.flags
+    findings = [rule(run, LIMITS["16 bits" if sixteen else "own"]) for rule in (
+        replicas, one_share, new_order, moving, finite, steps_agree)]
+    for cause, evidence, step in filter(None, findings):
+        report["findings"].append({"cause": cause, "step": step,
+                                   "message": f"{evidence}: {(REMEDIES | ALONE)[cause]}"})
+    if failure and not report["findings"]:
+        return {**report, "verdict": "not comparable", "message": f"the command failed: {failure}"}
+    return {**report, "verdict": "unsound" if report["findings"] else "sound"}
+
+
+def replicas(run, limits):
+    """Parameters that start equal on all ranks have equal rates, gradients and values in each step.
+
+    Where DDP spans all ranks, all parameters start equal. Otherwise those that differ may be parts of a split tensor.
+    """
+    first = run.at(0)[0]
+    alike = [all(row[:2] == rows[0][:2] for row in rows) for rows in zip(*[state["rows"] for state in first])]
+    if not all(alike) or len({len(state["rows"]) for state in first}) > 1:
+        return None  # stages of a pipeline
+    together = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low
+                for rows in zip(*[state["rows"] for state in first])]
+    if first[0]["replicas"] and not all(together) or not any(together):
+        name = first[0]["rows"][together.index(False)].name
+        return "start", f"the ranks start with different weights, such as {name}", 1
+    split = {number for number, kept in enumerate(together) if not kept}
+    for step in range(run.length):
+        if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):  # the same bits on all
+            cause, evidence, step, name, difference = found
+            return cause, f"{evidence}, such as that of {name}, by {difference:.1e}", step + 1
+    return None
+
+
+def epochs(run):
+    """Return, for each rank, its epochs: [samples in the order read, whether its sampler shuffles]."""
+    found = {}
+    for rank, events in run.events.items():
+        found[rank], mine = [], []
+        for event in events:
+            mine += event["samples"] if event["event"] == "step" else []
+            if event["event"] == "epoch":
+                found[rank].append((mine, event["shuffled"]))
+                mine = []
+    return found
+
+
+def one_share(run, limits):
+    """Where DDP spans all ranks, no sample is read by two of them in an epoch, but for padding."""
+    states = run.at(0)[0]
+    if len(states) < 2 or not states[0]["replicas"]:
+        return None
+    whole = zip(*epochs(run).values()) if all(epochs(run).values()) else [[(state["samples"], 0) for state in states]]
+    for number, shares in enumerate(whole, 1):
+        seen = [{f"{value:.9g}" for value in mine} for mine, _ in shares]
+        twice = len(seen[0] & seen[1])  # DistributedSampler pads, and a sampler may draw with replacement
+        if len(seen[0]) > 0.9 * len(shares[0][0]) and twice > max(len(seen), 0.6 * len(seen[0])):
+            return "samples", f"ranks 0 and 1 both read {twice} of rank 0's {len(seen[0])} samples in epoch {number}", 1
+    return None
+
+
+def new_order(run, limits):
+    """A sampler that shuffles gives each epoch another order."""
+    for rank, found in epochs(run).items():
+        for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
+            if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
+                return "set-epoch", f"rank {rank} reads the same order in epochs {number} and {number + 1}", None
+    return None
+
+
+def moving(run, limits):
+    """Every parameter that an optimizer holds gets a gradient, and moves, at least once; a few steps prove nothing.
+
+    Before BatchNorm, a bias does not move: its gradient is only noise.
+    """
+    for rank, steps in run.ranks.items() if run.length >= 4 else ():
+        without, resting, total = {}, {}, max(row.grad[0] for step in steps for row in step["rows"])
+        for row in (row for step in steps for row in step["rows"]):
+            key = row.name, str(row.shape)
+            without[key] = without.get(key, True) and row.grad[0] == 0
+            resting[key] = resting.get(key, True) and row.grad[0] > 1e-6 * total and row.value == row.start
+        if all(without.values()):
+            return "not-optimized", f"no parameter that the optimizer of rank {rank} holds gets a gradient", None
+        for cause, found, what in (("no-gradient", without, "get no gradient"), ("never-moves", resting, "never move")):
+            names = [name for (name, _), rests in found.items() if rests]
+            if names:
+                return cause, f"{len(names)} parameter(s) of rank {rank} {what}, such as {names[0]}", None
+    return None
+
+
+def finite(run, limits):
+    for rank, steps in run.ranks.items():
+        for number, step in enumerate(steps, 1):
+            names = [row.name for row in step["rows"] if not math.isfinite(row.grad[0] + row.value[0])]
+            if names:
+                return "not-finite", f"rank {rank} has NaN or infinity in {names[0]}", number
+    return None
+
+
+def steps_agree(run, limits):
+    counts = [run.kinds(rank).count("begin") for rank in run.ranks]
+    return ("rank-stops", f"the ranks begin {counts} steps", None) if len({*counts}) > 1 else None
