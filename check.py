@@ -63,7 +63,8 @@ COLLECTIVES = {  # name: (bytes on the bus per byte, if ranks are many; a call; 
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
     "all-to-all": (1, lambda whole, part, other: dist.all_to_all_single(other, whole), 2)}
-SHOWN = "device product driver torch cuda nccl python numa memory shm open-files clock seconds write read".split()
+VERSIONS = "device product driver torch cuda nccl python".split()  # all ranks should have the same
+SHOWN = [*VERSIONS, *"numa memory shm open-files clock measured seconds write read".split()]
 
 
 def finding(name, text, error=True):
@@ -83,7 +84,7 @@ def judge(everyone):
     found, here = {}, [facts for facts in everyone if facts]
     for my in here:
         near = [facts for facts in here if facts["host"] == my["host"]]
-        other = {name: f"{name} {my[name]}, but rank {here[0]['rank']} has {here[0][name]}" for name in SHOWN[:7]
+        other = {name: f"{name} {my[name]}, but rank {here[0]['rank']} has {here[0][name]}" for name in VERSIONS
                  if my[name] != here[0][name]}
         grave = ", ".join(other[name] for name in ("device", "torch", "nccl") if name in other)
         for name, wrong, error, text in (
@@ -118,11 +119,13 @@ def place(env):
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
         return 0, 1, 0, "localhost", 0
     if "RANK" not in env:
-        env = {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
+        env = {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+               "LOCAL_RANK": env["SLURM_LOCALID"],
                "MASTER_PORT": 12000 + int(env["SLURM_JOB_ID"]) % 1000 * 20 + int(env["SLURM_STEP_ID"]) % 20, **env}
-        hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-        env["MASTER_ADDR"] = env.get("MASTER_ADDR") or subprocess.check_output(hosts, text=True).split()[0]
-    return (*(int(env.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), env["MASTER_ADDR"],
+        if "MASTER_ADDR" not in env:
+            hosts = subprocess.check_output(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], text=True)
+            env["MASTER_ADDR"] = hosts.split()[0]
+    return (int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), env["MASTER_ADDR"],
             int(env["MASTER_PORT"]))
 
 
@@ -156,17 +159,15 @@ def describe(rank, device):
             facts["memory"] = min(facts["memory"], (int(limit) - int(read(folder / "memory.current"))) / 2**20)
     if device.type != "cpu":
         about = torch.get_device_module(device).get_device_properties(device)
-        facts |= {"product": about.name, "id": str(getattr(about, "uuid", device))}
-    if device.type == "cuda" and dist.is_nccl_available():
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = torch.cuda.nccl.version() if device.type == "cuda" and dist.is_nccl_available() else ()
+        facts |= {"product": about.name, "id": str(getattr(about, "uuid", device)), "nccl": ".".join(map(str, nccl))}
     return facts
 
 
 def listen(nccl, name):
-    """Answer connections with this process's name and clock; return (interface, address, port).
+    """Answer connections with this process's name and clock where the backend will; return (interface, address, port).
 
-    The address is the one where the backend will listen: that of the interface which NCCL_ or GLOO_SOCKET_IFNAME names.
-    Without it, NCCL takes the first one that is neither loopback nor Docker's, and gloo the address of the host's name.
+    Without *_SOCKET_IFNAME, NCCL takes an interface that is not loopback or Docker's, and gloo the host name's address.
     """
     found = {"lo": "127.0.0.1"}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -196,7 +197,7 @@ def visit(peer):
     """Return why a peer (name, interface, address, port) cannot be reached, or None; and how far its clock is ahead."""
     start = time.time()
     try:
-        with socket.create_connection(peer[2:], timeout=5) as connection:
+        with socket.create_connection(peer[2:], timeout=4) as connection:
             name, clock = json.loads(connection.makefile().read())
     except (OSError, ValueError) as error:
         return re.sub(r"\[.*?\] ", "", str(error)), 0.0
@@ -277,18 +278,19 @@ class Team:
         store.set(f"late/{self.rank}", "")
         store.set("late", "")
         time.sleep(4)
-        come, late = ([rank for rank in range(self.world) if store.check([f"{step}/{rank}"])] for step in ("facts", "late"))
+        come = [rank for rank in range(self.world) if store.check([f"facts/{rank}"])]
+        late = [rank for rank in range(self.world) if store.check([f"late/{rank}"])]
         for rank in come:
             self.everyone[rank] = self.everyone[rank] or json.loads(store.get(f"facts/{rank}"))
-        missing, silent = ([rank for rank in range(self.world) if rank not in late and (rank in come) == here]
-                           for here in (False, True))
+        lost = [rank for rank in range(self.world) if rank not in late]
+        missing = [rank for rank in lost if rank not in come]
         found = finding("stuck", f"all ranks wait for each other in the stage {self.stage}")
         if store.check(["failed"]):
             found = finding("failed", store.get("failed").decode())
         elif missing:
             found = finding("missing", f"{ranks(missing, self.everyone)} did not reach the store at {where}")
-        elif silent:
-            found = finding("silent", f"{ranks(silent, self.everyone)} came, but no longer answered")
+        elif lost:
+            found = finding("silent", f"{ranks(lost, self.everyone)} came, but no longer answered")
         self.end(found, store, late)
 
     def end(self, found=None, store=None, present=()):
@@ -303,16 +305,15 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            if not present and self.rank:  # a launcher ends all ranks when one fails: rank 0 may have more to report
-                time.sleep(self.options.limit)
+            # a launcher ends all ranks when one has failed: the report comes first; the store, maybe here, ends last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
-                if reports:  # stay until the others have left: a launcher ends all ranks when one fails, and the store
-                    store.set("reported", "")  # may be here
-                    store.wait([f"left/{rank}" for rank in present[1:]])
-                else:
-                    store.wait(["reported"])
-                    store.set(f"left/{self.rank}", "")
+                if reports:
+                    store.set("reported", "")
+                store.wait([f"left/{rank}" for rank in present[1:]] if reports else ["reported"])
+                store.set(f"left/{self.rank}", "")
+            elif self.rank:
+                time.sleep(self.options.limit)
         finally:
             os._exit(code)
 
@@ -346,7 +347,7 @@ def check_folder(team, folder):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             news["locked"] = 1
         except OSError as error:
-            news["locked"] = 0 if error.errno in (errno.EAGAIN, errno.EACCES) else 2
+            news["locked"] = 0 if isinstance(error, BlockingIOError) else 2
     team.exchange("locked")
     end = time.monotonic() + 0.5
     while file and time.monotonic() < end:  # rank 0 replaces the file, and the others see the old or the new one
@@ -355,8 +356,10 @@ def check_folder(team, folder):
                 own.write_text(str(time.time_ns() % 10) * 2**16)
                 own.replace(common)
             else:
-                text = common.read_text()
-                news["torn"] |= text != text[:1] * 2**16
+                text = ""
+                with contextlib.suppress(OSError):
+                    text = common.read_text()
+                news["torn"] |= text != text[:1] * 2**16 or not text
     with noting(), own.open("wb+", buffering=0) as file:
         block, size, start = os.urandom(2**22), 0, time.perf_counter()
         while size < (2**26 if team.local_rank == 0 else 2**20) and time.perf_counter() < start + 2:
@@ -438,13 +441,15 @@ def run(team):
         device = torch.device(accelerator.type, team.local_rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
     facts = describe(team.rank, device)
+    facts["unused"] &= not team.options.cpu
     name = f"rank {team.rank} on {facts['host']}"
     team.exchange("facts", peer=[name, *listen(device.type == "cuda", f"{name}, process {facts['pid']}")], **facts)
-    if any(each["level"] == "error" for each in judge(team.everyone)):
-        device = torch.device("cpu")  # NCCL would refuse to start
+    grave = {each["name"] for each in judge(team.everyone) if each["level"] == "error"}
+    if grave & {"shared-device", "versions", "unused-gpu"}:
+        device = torch.device("cpu")  # NCCL would not start
     team.enter("pairs")
     peers = [facts["peer"] for facts in team.everyone]
-    with ThreadPoolExecutor(64) as pool:
+    with ThreadPoolExecutor(256) as pool:
         visits = list(pool.map(visit, peers))
     team.exchange("pairs", clock=-visits[0][1], unreachable=[
         f"{peer[0]} at {peer[2]} ({why})" for peer, (why, _) in zip(peers, visits) if why])
@@ -461,7 +466,7 @@ def run(team):
     team.enter("collectives")
     team.exchange("collectives", wrong=verify(team.rank, team.world, device))
     team.enter("product")
-    team.exchange("product", seconds=multiply(device))
+    team.exchange("product", measured=device.type, seconds=multiply(device))
     usual = sorted(facts["seconds"] for facts in team.everyone)[(team.world - 1) // 2]
     for facts in team.everyone:
         facts["slower"] = facts["seconds"] / usual
@@ -473,9 +478,9 @@ def run(team):
 
 def table(report, params):
     """Return a report as text."""
-    lines = []
+    lines = ["memory, shm: MiB; clock: s ahead of rank 0's; seconds: of a matrix product; write, read: MB/s"]
     for facts in filter(None, report["ranks"]):
-        values = [f"{name} {facts[name]:.4g}" if isinstance(facts[name], float) else f"{name} {facts[name]}"
+        values = [f"{name} {facts[name]:.5g}" if isinstance(facts[name], float) else f"{name} {facts[name]}"
                   for name in SHOWN if facts.get(name) is not None]
         lines.append(f"rank {facts['rank']} on {facts['host']} ({' '.join(facts['peer'][1:3])}): "
                      f"cores {min(facts['quota'], len(facts['cores'])):g}, {', '.join(values)}")
@@ -485,8 +490,8 @@ def table(report, params):
                   f"{'':15}" + "".join(f"{speed / 1e9:10,.3f}" for _, _, speed in rows) + "  GB/s on the bus"]
     if params and report["bandwidth"]:
         size, time, _ = report["bandwidth"]["all-reduce"][-1]
-        lines += ["", f"{params:,.0f} parameters: the gradients (float32) take {4 * params / size * time:.3g} s per step, "
-                  "of which the backward pass hides a part"]
+        lines += ["", f"{params:,.0f} parameters: a step waits {4 * params / size * time:.3g} s for its gradients in "
+                  "float32, less what overlaps with the backward pass"]
     for each in report["findings"]:
         lines += ["", f"{each['level']}: {each['name']}: {each['text']}", f"    {each['remedy']}"]
     return "\n".join([*lines, "", f"{len(report['findings'])} finding(s)"])
@@ -501,7 +506,7 @@ def count(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir's")
-    parser.add_argument("--params", type=count, help="parameters of your model, such as 100M: how long do gradients take?")
+    parser.add_argument("--params", type=count, help="parameters of a model, such as 100M: how long a step waits")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")
     parser.add_argument("--cpu", action="store_true", help="use the CPUs even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

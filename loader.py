@@ -35,7 +35,7 @@ def parse_args():
     parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
     parser.add_argument("--img-dir", default="img", help="folder of input images in each split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
-    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: keep")
+    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: no resize")
     parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
     parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
@@ -52,7 +52,7 @@ class PairDataset:
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers see each new epoch
 
     def __len__(self):
         return len(self.pair_list)
@@ -173,7 +173,7 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -47,7 +47,7 @@ def parse_args():
     parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
     parser.add_argument("--img-dir", default="img", help="folder of input images in each split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
-    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: keep")
+    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: no resize")
     parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
     parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
@@ -59,7 +59,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # DALI: it requests batches by number, so workers can prepare them in any order
+# new # DALI: DALI requests batches by number, so workers can prepare them in any order
 class PairSource:
     """This process's share of the pairs, batch by batch: encoded files and the position of the crop in each.
 
@@ -69,7 +69,7 @@ class PairSource:
     def __init__(self, pair_list, cuts, sampler, batch_size, batches, first_epoch, skip):
         self.pair_list, self.cuts, self.sampler = pair_list, cuts, sampler
         self.batch_size, self.batches, self.first_epoch = batch_size, batches, first_epoch
-        self.skip = skip  # batches of the first epoch
+        self.skip = skip  # in batches; applies only to the first epoch
         self.order = None
 
     def __call__(self, info):
@@ -104,7 +104,7 @@ class PairSource:
         low = np.maximum(start - margin, 0).astype(np.int32)
         high = np.minimum(end + margin, size).astype(np.int32)
 
-        # A window whose end precedes its start is flipped
+        # DALI flips a window whose end precedes its start
         flips = [cut.vertical_flip, cut.horizontal_flip]
         start, end = np.where(flips, end, start) - low, np.where(flips, start, end) - low
         return *files, low, high, start.astype(np.float32), end.astype(np.float32)
@@ -153,7 +153,7 @@ class PairLoader:
         epoch, self.epoch = self.epoch, self.epoch + 1
         skip, self.skip = self.skip, 0
 
-        # new # DALI: the pipeline continues with the next epoch; any other start restarts it
+        # new # DALI: the pipeline continues with the next epoch; for any other start, restart it
         if not self.batches:
             return
         step = skip
@@ -181,7 +181,7 @@ class PairLoader:
         self.iterator = DALIGenericIterator([pipeline], ["images", "targets"], auto_reset=True,
                                             last_batch_policy=LastBatchPolicy.PARTIAL)
 
-    # new # DALI: its errors name no file, so decode the prefetched files to find it
+    # new # DALI: DALI's errors name no file, so decode the prefetched files to find the damaged one
     def _blame(self, epoch, step):
         for number in range(step, step + self.workers + 4):
             turns, iteration = divmod(number, self.batches)
@@ -247,7 +247,7 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -45,7 +45,7 @@ def parse_args():
     parser.add_argument("--img-dir", default="img", help="input images in the shards: KEY.img.*")
     parser.add_argument("--gt-dir", default="gt", help="target images in the shards: KEY.gt.*")
 
-    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: keep")
+    parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: no resize")
     parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
     parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
@@ -62,9 +62,9 @@ class PairDataset:
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers outlive epochs
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers see each new epoch
 
-    # new # streaming: neither a length nor access by index
+    # new # streaming: a stream has neither a length nor access by index
 
     def _read(self, index):
         # new # streaming
@@ -83,12 +83,12 @@ class PairDataset:
 
 # new # streaming: each worker reads a part of its process's share in sequence, and makes whole batches
 class Stream(PairDataset, IterableDataset):
-    """The share of a process, a range of places in the sequence of all shards, which each epoch shuffles."""
+    """The pairs of one process: a range of places in the sequence of shards, which each epoch shuffles."""
 
     def __init__(self, pair_list, cuts, share, batch_size):
         super().__init__(pair_list, cuts)
         self.share, self.batch_size, self.held = share, batch_size, {}
-        self.skip = torch.zeros((), dtype=torch.int64).share_memory_()  # batches
+        self.skip = torch.zeros((), dtype=torch.int64).share_memory_()  # in batches
 
     def __iter__(self):
         shards, order = self._plan(int(self.epoch), int(self.skip))
@@ -128,7 +128,7 @@ class Stream(PairDataset, IterableDataset):
         return shards, order[len(range(turn, skip, workers)) * self.batch_size:]
 
 
-# new # streaming: simulated in advance, so that a resumed run knows which pairs were delivered
+# new # streaming: simulate the buffer, so that a resumed run knows which pairs were delivered
 def buffered(places, size, seed):
     """Return the places in the order in which a shuffle buffer of `size` pairs releases them."""
     draw, buffer, order = random.Random(seed), [], []
@@ -256,7 +256,7 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

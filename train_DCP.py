@@ -64,7 +64,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -77,14 +77,14 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU)")
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
     # new # FSDP
     parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that each hold a model")
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute in backward()")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, in evaluation too")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
@@ -159,7 +159,7 @@ def main(args):
     # new # elastic: a signal sets a flag; the loop stops once all processes know of it
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
 
-    # new # DCP: saving uses a separate group, on the CPU: its messages must not mix with those of training
+    # new # DCP: elastic: save in a separate group, on the CPU: messages must not mix with those of training
     group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
 
     # yours: the data; the loader drops an incomplete last batch, different samples each epoch
@@ -191,7 +191,7 @@ def main(args):
     # new # FSDP: without data; every process draws the same weights later, and keeps its shard of each
     model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
-    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -224,7 +224,7 @@ def main(args):
     order = f"--batch-size {args.batch_size} --seed {args.seed}"
     progress = {"step": 0, "train_loss": 0.0, "order": order}
 
-    # new # DCP: from a file, or from the newest complete folder, written by any number of processes
+    # new # DCP: FSDP + elastic: resume from a file, or from a folder that any number of processes wrote
     start_epoch, best_score = folders.resume(args.resume, folder, state, progress, dcp.load)
 
     if progress["order"] != order:
@@ -270,7 +270,7 @@ def main(args):
 
         model.train()
 
-        # new # elastic: continue the epoch's sum
+        # new # elastic: continue the epoch's sum of losses
         loss_sum = torch.full((), train_loss * first_step, device=device)
 
         start = time.perf_counter()
@@ -291,7 +291,7 @@ def main(args):
 
             loss.backward()
 
-            # new # FSDP: the norm over all shards
+            # new # FSDP: clip by the norm over all shards
             shards.clip_grad_norm(model.parameters(), args.clip_norm)
 
             optimizer.step()
@@ -318,7 +318,7 @@ def main(args):
                 errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
                 values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss, "order": order}
 
-                # new # DCP: the shards, into a folder named by the steps of all epochs
+                # new # DCP: elastic: the shards, into a folder named by the steps of all epochs
                 done = (epoch - 1) * len(train_loader) + step
                 values |= {"score": best_score, "best_score": best_score}
                 saving = save(folder, done, state, group, stager, saving, **values)
@@ -326,7 +326,7 @@ def main(args):
             # new # elastic: wait for the save: if one rank exits, the launcher kills the rest
             if stopping:
 
-                # new # DCP
+                # new # DCP: elastic: each rank writes a part
                 folders.wait(saving)
 
                 dist.barrier()
@@ -347,7 +347,7 @@ def main(args):
         scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
 
-        # new # DCP: prune() keeps the folder with the best score
+        # new # DCP: FSDP: no gathering; prune() keeps the folder with the best score
         best_score = max(best_score, score)
         values = {"epoch": epoch, "score": score, "best_score": best_score}
         saving = save(folder, epoch * len(train_loader), state, group, stager, saving, **values)
@@ -356,7 +356,7 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        # new # DCP: no file holds the whole model
+        # new # DCP: elastic: no file holds the whole model
 
         # new # elastic: count only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
@@ -375,7 +375,7 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -48,7 +48,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -61,14 +61,14 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU)")
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
     # new # FSDP
     parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that each hold a model")
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute in backward()")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, in evaluation too")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
@@ -144,7 +144,7 @@ def main(args):
     # new # FSDP: without data; every process draws the same weights later, and keeps its shard of each
     model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
-    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -220,7 +220,7 @@ def main(args):
 
             loss.backward()
 
-            # new # FSDP: the norm over all shards
+            # new # FSDP: clip by the norm over all shards
             shards.clip_grad_norm(model.parameters(), args.clip_norm)
 
             optimizer.step()
@@ -250,7 +250,7 @@ def main(args):
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         is_best, best_score = score > best_score, max(best_score, score)
 
-        # new # FSDP: whole tensors, in rank 0's host memory; all processes must take part
+        # new # FSDP: gather whole tensors in rank 0's host memory; all processes must take part
         content = shards.gather(checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score))
 
         # new # DDP: only one process saves and prints
@@ -275,7 +275,7 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -56,7 +56,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -69,7 +69,7 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU)")
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
@@ -87,7 +87,7 @@ def parse_args():
 
     # new # combined: the recipe; each part is off by default and then changes nothing
     parser.add_argument("--warm-up", type=cli.count, default=0, help="steps up to the full learning rate")
-    parser.add_argument("--label-smoothing", type=cli.fraction, default=0, help="of the training loss")
+    parser.add_argument("--label-smoothing", type=cli.fraction, default=0, help="in the training loss only")
     parser.add_argument("--ema", type=cli.fraction, default=0, help="decay of the averaged weights; 0: none")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
     parser.add_argument("--compress", choices=["bf16", "powersgd"], help="how to compress DDP's gradients")
@@ -163,7 +163,7 @@ def main(args):
 
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
-    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
+    # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
     val_share = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
@@ -172,7 +172,7 @@ def main(args):
     # yours: the model
     model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
 
-    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -181,7 +181,7 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # new # combined: DDP: block by block: equal blocks compile once, and no graph ends at a bucket
+    # new # combined: DDP: compile by block: equal blocks compile once, and no graph ends at a bucket
     if args.compile:
         recipe.compile_blocks(model)
 
@@ -259,7 +259,7 @@ def main(args):
 
         model.train()
 
-        # new # elastic: continue the epoch's sum
+        # new # elastic: continue the epoch's sum of losses
         loss_sum = torch.full((), train_loss * first_step, device=device)
 
         start = time.perf_counter()
@@ -292,13 +292,13 @@ def main(args):
 
                     loss_sum += loss.detach()
 
-            # new # grad_accum: the last one runs outside no_sync, so DDP reduces the accumulated gradient
+            # new # grad_accum: the last part runs outside no_sync, so DDP reduces the accumulated gradient
             images, labels = last_part
 
             # new # amp: autocast picks the precision of each operation; backward follows it
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
-                # new # combined: amp: the loss of training, which can smooth labels
+                # new # combined: amp: the training loss, which can smooth labels
                 loss = train_criterion(parallel_model(normalize(images)), labels)
 
             # new # grad_accum: weight by size: micro-batches may differ in size
@@ -355,7 +355,7 @@ def main(args):
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
 
-        # new # combined: DDP: the average takes rank 0's statistics, too
+        # new # combined: DDP: the averaged model also takes rank 0's statistics
         if average:
             for own, buffer in zip(average.module.buffers(), model.buffers()):
                 own.copy_(buffer)
@@ -404,7 +404,7 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -48,11 +48,11 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=16, help="samples over ALL processes")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw: try --lr 0.005")
     parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="of the rate")
-    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="with a rising learning rate")
+    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs of rising learning rate")
 
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")

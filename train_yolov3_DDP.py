@@ -59,11 +59,11 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=16, help="samples over ALL processes")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw: try --lr 0.005")
     parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="of the rate")
-    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="with a rising learning rate")
+    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs of rising learning rate")
 
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="of SGD")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -76,7 +76,7 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU)")
+    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
@@ -147,7 +147,7 @@ def main(args):
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
-    # new # DDP: its share of the validation set; DistributedSampler would pad with repeated samples
+    # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
     val_share = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
@@ -157,7 +157,7 @@ def main(args):
     # new # yolov3
     model = yolov3.create_model(args.model, train_set.num_classes, data.anchors(train_set))
 
-    # new # DDP: before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -297,7 +297,7 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this sets them for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -104,11 +104,12 @@ def step_table(content: dict) -> str:
             for name, row in content["steps"].items()]
     return ("One step (`python -m benchmarks.step`): " + caption(content, count(args["rounds"], "round"))
             + table(["step", "ms", "times as fast", "first step, s", "peak memory"], rows)
-            + f"\n\nMatrix products: {rates['float32']:,.0f} GFLOP/s in float32, {rates['bfloat16']:,.0f} in bfloat16. "
-            f"Forward and backward of one image: {content['operations_per_image'] / 1e6:,.1f} MFLOP; at that rate, "
-            f"this takes {around(share, '.0%')} of the step's time. An epoch of `{args['script']}` trains for "
-            f"{script['seconds']['median']:.2f} s, and spends {script['waits']['median']:.1%} of that time waiting for "
-            f"data (at most {script['waits']['highest']:.1%}).")
+            + f"\n\nMatrix products run at {rates['float32']:,.0f} GFLOP/s in float32 and {rates['bfloat16']:,.0f} in "
+            f"bfloat16. The forward and backward passes of one image take {content['operations_per_image'] / 1e6:,.1f} "
+            f"MFLOP. At the rate of the matrix products, this would take {around(share, '.0%')} of the step's time. "
+            f"An epoch of `{args['script']}` trains for {script['seconds']['median']:.2f} s, and spends "
+            f"{script['waits']['median']:.1%} of that time waiting for data (at most "
+            f"{script['waits']['highest']:.1%}).")
 
 
 def memory_table(content: dict) -> str:

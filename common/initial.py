@@ -114,10 +114,12 @@ class Weights:
             yield from self._replay(self.recorder.calls, {*names})
             self.recorder = None
             return
-        for name, outline in [(name, self.whole.pop(name)) for name in names]:
+        for name in names:
+            outline = self.whole.pop(name)
             whole = outline.to(device) if is_main_process() else torch.empty_like(outline, device=device)
             dist.broadcast(whole, 0)
             yield name, whole
+        self.whole.clear()  # what a file replaces
 
     def _replay(self, calls: list, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Repeat the calls on the CPU. A storage exists from the call that gives it its values to the last that does.

@@ -1,4 +1,4 @@
-"""Regression on a table, in a run that survives crashes: minimal/train_DDP.py that resumes.
+"""Regression on a table, in a run that survives crashes: minimal/train_DDP.py with resuming.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # torch 2.15 and older: without it, restarts can hang
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py
@@ -136,7 +136,7 @@ def main():
             os.replace(args.output + ".tmp", args.output)  # a crash cannot leave half a checkpoint
         print(f"epoch {epoch:3}  loss {train_loss:.5f}  val_loss {val_loss:.5f}  lr {lr:g}")
 
-        # new # resume: all that the next epoch depends on; a crash leaves the old file or the new one
+        # new # resume: save all that the next epoch depends on; a crash leaves the old file or the new one
         last = [epoch, best_loss, best_epoch, *(part.state_dict() for part in parts)]
         torch.save(last, args.output + ".last.tmp")
         os.replace(args.output + ".last.tmp", args.output + ".last")

@@ -167,10 +167,11 @@ def main() -> None:
         print(lines[-1], flush=True)
     if args.report != "-":
         command = f"PYTHONPATH=.:tools python tests/random_kills.py --kills {args.kills} --seed {args.seed}"
-        columns = ["script", "kills", "at start-up", "at any moment", "in a save", "of them the launcher",
+        columns = ["script", "kills", "at start-up", "at any moment", "in a save", "kills of the launcher",
                    "runs completed", "saved epochs or snapshots lost", "final files bit-equal", "seconds"]
-        head = (f"# kill -9, at random\n\nWritten by `{command}` on {time.strftime('%Y-%m-%d')}; it stops at the first"
-                f" loss.\n\n| {' | '.join(columns)} |\n|---|{'---:|' * 7}---|---:|\n")
+        head = (f"# kill -9, at random\n\nWritten by `{command}` on {time.strftime('%Y-%m-%d')}. The program stops\n"
+                "as soon as a run has lost an epoch or a snapshot.\n\n"
+                f"| {' | '.join(columns)} |\n|---|{'---:|' * 7}---|---:|\n")
         Path(args.report).write_text(head + "\n".join(lines) + "\n")
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import FROM_ROOT, PROGRAMS, ROOT
 
 import verify
-from verify.comparing import Failure, compare_runs, printed_differ
+from verify.comparing import Failure, printed_differ
 from verify.explaining import REMEDIES, Difference
 from verify.records import Row, Run, match
 from verify.watching import watch
@@ -68,7 +68,8 @@ def test_the_cause_of_a_mistake_is_named(records, mistake):
     report = verify.compare(one, records / f"{mistake} on 2", failed=failed)
     assert (report["verdict"], report["cause"]) == ("different", CAUSES[mistake]), report
     assert report["step"] == STEPS.get(mistake, 1)
-    assert mistake in ("fewer epochs", "rank 0 stops") or re.search(r"\b[012]\.(weight|bias)$|seen", report["parameter"])
+    if mistake not in ("fewer epochs", "rank 0 stops"):
+        assert re.search(r"\b[012]\.(weight|bias)$|seen", report["parameter"])
 
 
 @pytest.mark.parametrize("way", ["cut by hand", "weights of each rank"])
@@ -159,9 +160,10 @@ def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
     step = {"event": "step", "samples": [1.0, 2.0], "batches": 1, "loss": 1.0, "clips": [], "flags": [], "resting": 0,
             "held": [], "outputs": []}
-    return Run(label, [(rank, [{**step, "rows": [
-        [name, shape, *(more or [[0.0] * 3])[:1], [0.1], *(more[1:] or [[0.0] * 3] * 2)] for name, shape, *more in rows]}])
-        for rank, rows in enumerate(ranks)])
+    zero = [[0.0] * 3]
+    return Run(label, [(rank, [{**step, "rows": [[name, shape, *(more or zero)[:1], [0.1], *(more[1:] or zero * 2)]
+                                                 for name, shape, *more in rows]}])
+                       for rank, rows in enumerate(ranks)])
 
 
 def test_two_parameters_that_look_alike_are_two():

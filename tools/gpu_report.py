@@ -257,7 +257,7 @@ def write(path: Path, notes: dict[str, dict], wanted: list[Measurement]) -> None
     for title in dict.fromkeys(line.table for line in wanted):
         lines = [line for line in wanted if line.table == title]
         parts.append(f"## {title}\n")
-        if len(lines) > 1:
+        if not lines[0].what.startswith("benchmarks."):
             parts.append(of_speed(lines, notes))
         else:
             found = notes.get(lines[0].name, {"result": "skipped"})

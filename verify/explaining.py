@@ -205,7 +205,6 @@ RULES = [
     ("start", start), ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
     ("evaluation", evaluation), ("clip", clip), ("scale", scale), ("no-gradient", no_gradient),
     ("group-scale", group_scale), ("set-epoch", set_epoch), ("samples", samples),
-    
     ("reset", lambda it: "reset" in it.b.flags ^ it.a.flags and "gradients are zero before a later micro-batch"),
     ("batchnorm", lambda it: it.split and "batchnorm" in it.flags and mean_losses(it)), ("no-backward", no_backward),
     ("random", lambda it: "random" in it.flags and mean_losses(it)), ("uneven-mean", uneven_mean),

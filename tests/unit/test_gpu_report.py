@@ -2,6 +2,7 @@
 import json
 import os
 import subprocess
+from types import SimpleNamespace
 
 import gpu_report
 from conftest import PYTHON, ROOT
@@ -18,6 +19,8 @@ def test_the_report_lists_what_was_not_run_with_its_reason(tmp_path):
         gpu_report.note(notes, name=name, result=result, seconds=60, said=said, text=text)
     wanted = [each for each in gpu_report.measurements(2, None) if each.what in ("bare step", "train_FSDP.py")][:2]
     gpu_report.note(notes, name=wanted[0].name, result="passed", seconds=9, speeds=[90, 100, 110], peak=None)
+    wanted += [each for each in gpu_report.measurements(2, None) if each.table == "Memory"]
+    gpu_report.note(notes, name=wanted[2].name, result="passed", seconds=9, said="Memory: its table")
     with notes.open("a") as file:
         file.write('{"name": "test_d", "result": "pas')  # killed while it wrote
     gpu_report.write(tmp_path / "report.md", gpu_report.read(notes), wanted)
@@ -25,7 +28,8 @@ def test_the_report_lists_what_was_not_run_with_its_reason(tmp_path):
     assert "# 2 x T4, torch 2.14.1\n" in text and "1 passed, 1 failed, 2 not run." in text
     for row in ("| `test_a` | passed | 60 |  |", "| `test_b` | **failed** | 60 |  |",
                 "| `test_c` | not run | 60 | needs 4 GPUs |", "| `test_d` | not run | 0 | the time was over |",
-                "| bare step | 100 (90 to 110) | 1.00 | - |", "| train_FSDP.py | not run | - | - |"):
+                "| bare step | 100 (90 to 110) | 1.00 | - |", "| train_FSDP.py | not run | - | - |",
+                "## Memory\n\nMemory: its table\n"):
         assert row in text, text
     assert "E   assert 1 == 2" in text
 
@@ -40,10 +44,10 @@ def test_every_script_of_the_classifiers_is_measured():
 
 def test_a_machine_without_gpus_passes_none_of_their_tests():
     """They are listed one by one, and the exit code is not 0."""
-    done = subprocess.run([PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-k", "drift or Windows", "tests/test_gpu.py"],
+    done = subprocess.run([PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-k", "drift or XPU", "tests/test_gpu.py"],
                           cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 5, done.stdout + done.stderr
-    for row in ("drift_apart[gpu 8]: needs 8 GPUs; this machine has 0", "a_cpu_trains[Windows]: needs Windows"):
+    for row in ("drift_apart[gpu 8]: needs 8 GPUs; this machine has 0", "a_cpu_trains[XPU]: needs XPU"):
         assert done.stdout.count(row) == 1, done.stdout
 
 
@@ -54,3 +58,13 @@ def test_the_pages_say_that_there_is_no_report_as_long_as_there_is_none():
     cells = json.loads((ROOT / "docs/kaggle.ipynb").read_text())["cells"]
     clone = next(line for cell in cells for line in cell["source"] if "REPOSITORY = " in line)
     assert clone.split('"')[1] in (ROOT / "README.md").read_text()
+
+
+def test_a_test_that_is_done_is_not_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv(gpu_report.NOTES, str(tmp_path / "notes.jsonl"))
+    monkeypatch.setenv(gpu_report.ONLY, "test_[ab]")
+    gpu_report.note(tmp_path / "notes.jsonl", name="test_a", result="passed")
+    items = [SimpleNamespace(name=name) for name in ("test_a", "test_b", "test_c")]
+    gpu_report.pytest_collection_modifyitems(items)
+    assert [item.name for item in items] == ["test_b"]
+    assert gpu_report.read(tmp_path / "notes.jsonl")["tests"]["names"] == ["test_a", "test_b"]

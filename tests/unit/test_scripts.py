@@ -172,6 +172,22 @@ def test_each_sharded_script_asks_whether_its_backend_can_split_a_model(script, 
         module.main(args)
 
 
+def test_sharded_scripts_load_weights_as_train_does(script, tmp_path, capsys):
+    """All tensors of the file, or a part of them: the others are drawn."""
+    torch.manual_seed(7)
+    weights = {**models.create_model("vit", 10, (1, 28, 28)).state_dict(), "more": torch.ones(1)}
+    weights.pop("blocks.0.mlp.0.weight")
+    torch.save(weights, tmp_path / "weights.pt")
+    said = []
+    for name in ("train", "train_FSDP", "train_TP", "train_PP", "train_DCP"):
+        module, args = script(name, "--model", "vit", "--weights", tmp_path / "weights.pt", "--evaluate")
+        module.main(args)
+        said.append(capsys.readouterr().out)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert len(set(said)) == 1 and "loaded 70 of 71 tensors" in said[0]
+
+
 def test_one_replica_is_sharded_over_a_mesh_of_one_dimension(script, monkeypatch):
     """With two, FSDP2 would also all-reduce each gradient within a group of one rank."""
     module, args = script("train_FSDP")

@@ -277,6 +277,16 @@ def test_a_folder_that_is_torn_or_unsafe_is_named(tmp_path, capsys, metadata, me
     assert "executed" not in capsys.readouterr().out
 
 
+def test_a_folder_whose_file_lacks_its_last_byte_is_incomplete(tmp_path):
+    folder = tmp_path / "step-0000001"
+    dcp.save({"a": torch.ones(2), "b": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    (folder / "values.json").write_text("[]")
+    file, = folder.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UsageError, match=f"incomplete: {file.name} is too short"):
+        folders.check(folder)
+
+
 @pytest.mark.parametrize(("attribute", "accepted"), [("name", True), ("value", False), (None, False)])
 def test_the_folders_of_every_python_are_read(tmp_path, attribute, accepted):
     """Python 3.11.2 stores a member of an Enum as a call of getattr; any other call of it is rejected."""

@@ -4,11 +4,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_TP
 from common import models, tensor_parallel
+from common.errors import UsageError
 
 
 @pytest.fixture
@@ -28,3 +29,9 @@ def test_a_block_needs_two_sums_in_forward_and_two_in_backward(grid):
     with CommDebugMode() as counted:
         outputs.sum().backward()
     assert counted.get_total_counts() == 2 * len(model.blocks)
+
+
+def test_a_layer_that_cannot_be_split_evenly_is_named(grid):
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(2, 3)})
+    with pytest.raises(UsageError, match="does not divide the width of up, 3"):
+        tensor_parallel.check_plan(model, {"up": ColwiseParallel()}, grid)

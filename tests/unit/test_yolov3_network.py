@@ -237,7 +237,7 @@ def slow_loss(outputs, labels):
             for place in np.ndindex(*part.shape[1:4]):
                 if (scale, *place) in own or (box_iou(box(image, scale, *place)[None], boxes) <= 0.5).all():
                     target = torch.tensor((scale, *place) in own)
-                    total += yolov3.OBJECT_WEIGHT * cross_entropy(part[image, *place, 4], target)
+                    total += yolov3.OBJECT_WEIGHT * cross_entropy(part[(image, *place, 4)], target)
     return total, positives
 
 
