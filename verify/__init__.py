@@ -13,18 +13,19 @@ float32 in batches and casts. In optimizers, it also replaces casts to 16 bits. 
 rates, and digests of all parameters, gradients, buffers and samples. The samples are what DataLoader delivers. In a
 program without DataLoader, they are the inputs of the outermost module.
 
-The models differ if the relative difference at a step exceeds 1e-9 and 1000 times all earlier differences, or if it
-exceeds 1e-4 (`comparing.py`). Rounding errors grow slowly, but a mistake appears at once. If a program fails in
+The models differ if the relative difference at a step exceeds 1e-9 and 1000 times the greatest earlier difference, or
+if it exceeds 1e-4 (`comparing.py`). Rounding errors grow slowly, but a mistake appears at once. If a program fails in
 float64, or still computes in lower precision, both run again in their own precision. The limits are then 1e-4, 1000 and
 0.1 (with 16 bits: 0.05, 1000 and 0.5). `explaining.py` has the causes. If randomness can be the cause, command A runs
 twice, which shows whether it is reproducible.
 
 If all parameters are the same, two more things are compared: buffers and averages of the weights; and the metrics that
-both commands print equally often as NAME NUMBER, where a part of NAME is "loss", "accuracy" or a similar word.
+both commands print equally often as NAME NUMBER, where a part of NAME is "loss", "accuracy" or a similar word. Other
+metrics are only noted, because many programs print the loss of one process's share.
 
 `--watch` runs one command, in its own precision, and checks what must hold in any run (`watching.py`): replicas,
-learning rates and numbers of steps are equal on all ranks; no two ranks read the same samples; each epoch has another
-order; all parameters move and stay finite.
+learning rates and numbers of steps are equal on all ranks; no two ranks read the same samples; each epoch has a
+different order; all parameters move and stay finite.
 
 The commands must start from scratch with fixed seeds, and neither may read what the other one writes. No rank may
 restart. The hook does not see steps in a CUDA graph, optimizers that do not derive from torch.optim.Optimizer, or

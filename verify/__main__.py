@@ -10,14 +10,14 @@ import tempfile
 from pathlib import Path
 
 from .comparing import compare, refuse
-from .explaining import first_module
+from .explaining import REMEDIES, first_module
 from .records import Run
 from .running import printed, record
 from .watching import watch
 
 
 def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=()):
-    """Run two commands, if needed again in their own precision, and return the report."""
+    """Run two commands and return the report; if float64 does not suffice, run them again in their own precision."""
     def run(commands, steps, **options):
         folders, failed = [Path(tempfile.mkdtemp(dir=folder)) for _ in commands], []
         for command, own in zip(commands, folders):
@@ -53,8 +53,12 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=()):
     if report["cause"] in ("random", "unknown", "no-backward", "uneven-mean") and report["column"] == "grad":
         last = report["step"]
         folders, _ = run(commands, last, native=native, outputs_at=last)
-        where = first_module(*[Run.read(folder, label) for folder, label in zip(folders, "AB")], last - 1)
-        report["message"] += f"\n{where}" * bool(where)
+        module = first_module(*[Run.read(folder, label) for folder, label in zip(folders, "AB")], last - 1)
+        if module and report["cause"] in ("uneven-mean", "unknown"):
+            report |= {"cause": "forward", "message": f"the output of {module} differs: {REMEDIES['forward']}"}
+        elif module is not None:
+            report["message"] += "\n" + (f"the first module whose output differs is {module}" if module else
+                                          "the outputs of all modules agree, so the backward pass differs")
     return report
 
 
@@ -82,7 +86,7 @@ def show(report, commands):
         where = [f"step {report['step']}", report["parameter"], f"by {report['difference'] or 0:.1e}"]
         print(f"different: {', '.join(where[:3 if where[1] else 1])}\ncause: {report['cause']}: {report['message']}")
     else:
-        print(f"{report['verdict']}: {report['message']}")
+        print("\n".join([f"{report['verdict']}: {report['message']}", *[f"note: {note}" for note in report["notes"]]]))
 
 
 def show_watch(report, command):
@@ -103,7 +107,7 @@ def main():
     parser.add_argument("--twice", action="store_true", help="check that the first command is reproducible")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for each run (default: 600)")
     parser.add_argument("--fresh", nargs="+", default=[], type=Path, metavar="PATH", action="extend",
-                        help="delete these, which the commands write, after each run")
+                        help="delete these outputs of the commands after each run")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the difference at each step")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.error = lambda message: parser.exit(2, f"verify: {message}; see --help\n")

@@ -8,11 +8,12 @@ from .records import Run, gap, match, worst
 
 
 class Limits(NamedTuple):
-    """The relative differences above which two runs differ: `low`, or 1000 times all before, or `high`."""
+    """Two runs differ if a difference exceeds `low` and 1000 times the greatest earlier one, or if it exceeds `high`.
+    """
 
     low: float
     high: float
-    floor: float  # smaller gradients are noise, such as those of a bias before BatchNorm; a share of all
+    floor: float  # gradients below this share of all are noise, such as those of a bias before BatchNorm
 
 
 LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}
@@ -47,7 +48,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
     limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
     report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
               "precision": "own" if native else "float64", "steps": [a.length, b.length],
-              "ranks": [len(a.ranks), len(b.ranks)], "series": [], "column": None,
+              "ranks": [len(a.ranks), len(b.ranks)], "series": [], "column": None, "notes": [],
               "dtypes": sorted(flag for flag in a.flags | b.flags if flag.startswith("torch."))}
 
     def different(cause, fact, step, parameter=None, difference=None, column=None):
@@ -96,8 +97,8 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
     if answer := held_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
         return different("buffers", *answer)
-    if not any(failed) and not again and (fact := printed_differ(*printed, limits.high if native else 1e-6, cut)):
-        return different("metric", f"the models are the same, but {fact}", min(a.length, b.length) - 1)
+    if not any(failed) and (fact := printed_differ(*printed, limits.high if native else 1e-6, cut)):
+        report["notes"].append(f"metric: {fact}: {REMEDIES['metric']}")
     bound = f" (tolerance {limits.low:g} at first, {limits.high:g} later)" * native
     return {**report, "message": f"{a.length} steps, greatest relative difference {report['difference']:.1e}{bound}"}
 
@@ -109,7 +110,7 @@ def refuse(report, reason, step=None):
 def held_differ(a, b, limit, again=False):
     """Compare buffers and averages of two runs, and averages of the ranks of a run.
 
-    Return (evidence, step, name, difference) or None. What both runs hold in the same shape can be compared.
+    Return (evidence, step, name, difference) or None. Tensors are compared if both runs have their name and shape.
     """
     for number, (left, right) in enumerate(zip(a.held(), b.held())):
         theirs = {(name, str(shape)): digest for name, shape, digest in right}
@@ -153,5 +154,5 @@ def printed_differ(one, two, tolerance, cut=False):
             if "e" in (x + y).lower():
                 digit = 1e-3 * max(abs(float(x)), abs(float(y)))
             if abs(float(x) - float(y)) > max(digit, tolerance * max(abs(float(x)), abs(float(y)))):
-                return f"A prints {name} {x} and B {y}, when they print it for the {place}. time"
+                return f"A prints {name} {x} and B {y} (occurrence {place} in the output)"
     return None

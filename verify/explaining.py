@@ -1,5 +1,6 @@
 """The causes of a difference: rules, in the order in which they are tried, and what to do about each cause."""
 import math
+from fractions import Fraction
 from functools import cached_property
 
 from .records import equal, worst
@@ -11,13 +12,13 @@ REMEDIES = {
     "rank-lr": "call scheduler.step() on every rank, with a metric that is reduced over all ranks (pitfall P15)",
     "set-epoch": "call sampler.set_epoch(epoch) at the start of every epoch (pitfall D1)",
     "scale": "average over ranks instead of summing; divide each micro-batch's loss by their number (pitfall P5)",
-    "group-scale": "divide these gradients by the number of ranks over which they are added, such as the data-parallel "
-                   "ranks and not all ranks, or the expert-parallel ones",
+    "group-scale": "divide these gradients by the size of the group that adds them, such as the data-parallel or the "
+                   "expert-parallel group",
     "no-gradient": "a detach(), no_grad() or collective without a backward pass cuts the gradient, or DDP or the "
-                   "optimizer holds other tensors than the model",
+                   "optimizer holds tensors that are not the model's",
     "reset": "call zero_grad() once before the first micro-batch of a step, not before each one",
     "no-backward": "a collective in the loss has no backward pass, such as dist.all_reduce or dist.all_gather: use one "
-                   "that has, or reduce only numbers that need no gradient",
+                   "that has one, or reduce only numbers that need no gradient",
     "learning-rate": "compare the learning rates, their scaling with the batch size, and the schedulers (pitfall D6)",
     "batch-size": "divide the batch size by the number of processes; compare drop_last and epochs (pitfall D6)",
     "samples": "give each rank its own share, as DistributedSampler does; compare seed, shuffle and drop_last; make "
@@ -25,6 +26,7 @@ REMEDIES = {
                "persistent_workers keep the dataset of the first epoch (pitfall D3)",
     "evaluation": "call model.eval() before an evaluation and model.train() after it (pitfall E1)",
     "batchnorm": "BatchNorm normalizes each process's share separately: use SyncBatchNorm, or accept the difference",
+    "forward": "compare what this module computes on each rank: positions, masks, slices, gathered inputs",
     "uneven-mean": "divide the sum of the losses by the count over all ranks and micro-batches, not by each one's own",
     "optimizer": "compare the optimizers and their settings, and what else changes the weights",
     "rank-stops": "let all ranks decide from the same reduced value when to stop (pitfall P14)",
@@ -32,7 +34,8 @@ REMEDIES = {
     "random": "set dropout to 0 to compare the rest; make random draws depend on the sample, not the rank (pitfall D3)",
     "buffers": "reduce or broadcast what the model keeps besides parameters, and update averages of the weights on "
                "every rank",
-    "metric": "add up sums and counts over all ranks, each sample once, before you divide and print (pitfall D2)",
+    "metric": "if it is not meant to be one process's share, add up sums and counts over all ranks, each sample once, "
+              "before you divide and print (pitfall D2)",
     "unknown": "no known pattern; compare what the two programs do in this step"}
 
 
@@ -51,7 +54,7 @@ class Difference:
 
     @cached_property
     def factor(self):
-        """By how much all gradients of B are greater than those of A, if it is one factor; else None."""
+        """The factor by which all gradients of B exceed those of A, or None if there is no single factor."""
         one, two = max(self.pairs, key=lambda pair: pair[0].grad[0])
         factor = two.grad[0] / (one.grad[0] or math.nan)
         if self.column == "grad" and factor > 0 and worst(multiply(self.pairs, factor), "grad")[0] < 1e-6:
@@ -112,6 +115,8 @@ def evaluation(it):
 
 
 def clip(it):
+    if it.factor and abs(it.factor - Fraction(it.factor).limit_denominator(16)) > 1e-6 and math.isclose(*it.losses):
+        return f"all gradients of {it.b.label} are {it.factor:.6g} times those of {it.a.label}, after equal losses"
     norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (it.left, it.right)]
     whole = it.factor and min(abs(max(it.factor, 1 / it.factor) - n) for n in range(2, 65)) < 1e-4
     return (not whole or math.isclose(*norms, rel_tol=1e-6)) and clipped(it.a, it.b, it.left, it.right)
@@ -137,7 +142,7 @@ def scale(it):
     norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (it.left, it.right)]
     factor = norms[1] / norms[0] if all(norms) else it.factor
     layout = f"{len(it.right)} rank(s) and {it.right[0]['batches']} micro-batch(es)"
-    return f"the gradients of {it.b.label} are {factor:.6g} times those of {it.a.label}, with {layout}"
+    return f"the gradients of {it.b.label} are {factor:.6g} times those of {it.a.label}; {it.b.label} has {layout}"
 
 
 def no_gradient(it):
@@ -184,7 +189,7 @@ def samples(it):
 
 
 def no_backward(it):
-    """The loss is the same, so its value is right on every rank, but not what reaches the parameters."""
+    """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
     if it.ours and it.theirs and len(it.left) != len(it.right) and math.isclose(*it.losses, rel_tol=1e-9):
         return f"equal samples and equal mean losses, {it.losses[0]:.9g}, but different gradients"
     return None
@@ -227,45 +232,51 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                                "grad": ("not-averaged", "gradients"), "value": ("optimizer", "weights")}[column]
                 if column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"]):
                     cause = "partial"
-                elif column == "grad" and state["clips"] != states[0]["clips"] and proportional(pairs):
+                elif column == "grad" and proportional([pair for pair in pairs if worst([pair], column)[0] > limit]):
                     cause, what = "clip", "gradients, proportional to each other"
                 return cause, f"ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
     return None
 
 
 def parts_of(states, rows):
-    """Return whether the ranks' gradients, where they differ, add up to those of the other run, `rows`."""
+    """Return whether a gradient that differs between the ranks adds up to that of the other run, in `rows`."""
     found = []
     for whole, *parts in zip(rows, *[state["rows"] for state in states]):
         if any(worst([(parts[0], part)], "grad")[0] > 1e-6 for part in parts):
             found.append(equal([sum(part.grad[k] for part in parts) for k in (1, 2)], whole.grad[1:]))
-    return len(rows) == len(states[0]["rows"]) and all(found)
+    return len(rows) == len(states[0]["rows"]) and any(found)
 
 
 def proportional(pairs):
+    """Return whether one factor holds for several gradients: that is no accident."""
     factor = pairs[0][1].grad[0] / (pairs[0][0].grad[0] or math.nan)
-    return worst(multiply(pairs, factor), "grad")[0] < 1e-6
+    return len(pairs) > 1 and worst(multiply(pairs, factor), "grad")[0] < 1e-6
 
 
 def first_module(a, b, step):
-    """Return where two runs part in a step that both recorded with the outputs of their modules, as a clause."""
+    """Return the first module whose outputs differ in a step, "" if none differs, or None if this is not known.
+
+    Both runs must have recorded the outputs. They are equal if their sums over ranks and micro-batches are, or if each
+    rank has all of them.
+    """
     if min(a.length, b.length) <= step:
-        return ""
+        return None
     left, right = ([state["outputs"] for state in run.at(step)[0]] for run in (a, b))
     ours, theirs = sums(left), sums(right)
     alone = [sums([outputs]) for outputs in (left[0], right[0])]
     shared = [name for name, *_ in left[0] if name in theirs]  # in the order of the forward pass
     for name in dict.fromkeys(shared):
-        fits = [equal(ours[name], theirs[name]), equal(alone[0][name], alone[1].get(name, [])),
-                equal(ours[name], alone[1].get(name, []))]
-        if not any(fits):
-            return f"the first module whose output differs is {name}"
-    return "the outputs of all modules agree, so the backward pass differs" if shared else ""
+        pairs = [(ours[name], theirs[name]), (alone[0][name], alone[1].get(name, [])),
+                 (ours[name], alone[1].get(name, []))]
+        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # otherwise, they are padded differently
+        if pairs and not any(equal(*pair) for pair in pairs):
+            return name
+    return "" if shared else None
 
 
 def sums(outputs):
     """Return {module: the sums of its outputs' numbers over ranks and micro-batches}."""
     found = {}
     for name, *numbers in (item for items in outputs for item in items):
-        found[name] = [x + y for x, y in zip(found.get(name, [0, 0]), numbers)]
+        found[name] = [x + y for x, y in zip(found.get(name, [0, 0, 0]), numbers)]
     return found

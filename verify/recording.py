@@ -1,6 +1,6 @@
 """Runs inside the programs that are compared: writes a line of JSON for each optimizer step. Needs nothing but torch.
 
-A line is an event: "begin" (a rank has begun a step), "step", "epoch" (a DataLoader of training data is empty), "end"
+A line is an event: "begin" (a rank has begun a step), "step", "epoch" (a DataLoader of training data has ended), "end"
 (the program has ended) or "failed". A step holds one row for each parameter: name, shape, initial digest, learning
 rate, digests of its gradient and of its new value. `held` holds what no optimizer changes: buffers, and averages of the
 weights. A digest is the norm of a tensor and two projections of it.
@@ -72,7 +72,7 @@ class Recorder:
     def clear(self):
         self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
         self.inputs = []  # inputs of the outermost modules since the last backward pass
-        self.outputs = []  # [name, squared norm, wave] of each module's output, if this step is to show them
+        self.outputs = []  # [name, size, squared norm, wave] of each module's output, if this step is to show them
         self.drawn = self.draws()
 
     def draws(self):
@@ -95,10 +95,10 @@ class Recorder:
         self.file.flush()
 
     def end(self):
-        """Record how the program ends. What it changed after its last step is in its buffers and averages."""
+        """Record how the program ends, and its buffers and averages, which may have changed after its last step."""
         if hasattr(sys, "last_value"):
             self.write("failed")
-        elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.kept):  # other ranks may have left
+        elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.kept):  # to gather it needs all ranks
             self.write("end", held=self.look_at_kept())
 
     def look_at_kept(self):
@@ -191,17 +191,20 @@ class Recorder:
         return output
 
     def look_at_output(self, module, output):
-        """Return a module's name, and two sums over its output: their sums over ranks are those of a whole batch."""
+        """Return a module's name, its output's size and two sums: added over ranks, they are those of a whole batch."""
         torch = self.torch
+        if not self.names:
+            self.look()  # before the first step of an optimizer
         with torch.no_grad():
             found = [value for value in torch.utils._pytree.tree_leaves(output) if type(value) is torch.Tensor
                      and value.is_floating_point() and not value.is_meta and value.layout == torch.strided
                      and not torch._C._functorch.is_functorch_wrapped_tensor(value)]
             if not found or id(module) not in self.names:
                 return []
-            flat = [value.double().reshape(len(value) if value.ndim else 1, -1) for value in found]
+            flat = [value.double().reshape(-1, value.shape[-1] if value.ndim > 1 else 1) for value in found]
             waves = [(value @ self.waves(value.shape[1:], value.device)[0]).sum() for value in flat]
-            return [[self.names[id(module)], float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
+            return [[self.names[id(module)], sum(value.numel() for value in flat),
+                     float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
 
     def begin(self):
         """Record that this rank has begun a step: if it never ends, another rank has left the loop."""

@@ -14,7 +14,7 @@ class Row(NamedTuple):
     name: str
     shape: list  # of numbers
     start: list  # digest of the initial value
-    rate: list  # the learning rate, alone
+    rate: list  # one number: the learning rate
     grad: list  # digest
     value: list  # digest after the step
 
@@ -54,7 +54,7 @@ class Run:
         return [event["event"] for event in self.events[rank]]
 
     def held(self):
-        """Return what rank 0 held besides parameters, before each step and at the end: lists of [name, *digest]."""
+        """Return what rank 0 held besides parameters, before each step and at the end: [[name, shape, digest], ...]."""
         events = next(iter(self.events.values()))
         return [event["held"] for event in events if event["event"] in ("step", "end")]
 

@@ -6,7 +6,7 @@ from .explaining import REMEDIES, ranks_differ
 from .records import Run, equal, worst
 
 ALONE = {
-    "never-moves": "check its learning rate, and what puts its old value back",
+    "never-moves": "check its learning rate, and look for code that restores its old value",
     "not-optimized": "create the optimizer after the last change of the model, from the parameters that it then holds",
     "not-finite": "lower the learning rate, clip the gradients, or look for a division by zero in the loss"}
 
@@ -47,7 +47,7 @@ def replicas(run, limits):
     for step in range(run.length):
         if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):  # the same bits on all
             cause, evidence, step, name, difference = found
-            return cause, f"{evidence}, such as that of {name}, by {difference:.1e}", step + 1
+            return cause, f"{evidence}; {name} differs by {difference:.1e}", step + 1
     return None
 
 
@@ -65,7 +65,7 @@ def epochs(run):
 
 
 def one_share(run, limits):
-    """Where DDP spans all ranks, no sample is read by two of them in an epoch, but for padding."""
+    """Where DDP spans all ranks, no two ranks read the same sample in an epoch, except padding."""
     states = run.at(0)[0]
     if len(states) < 2 or not states[0]["replicas"]:
         return None
@@ -79,7 +79,7 @@ def one_share(run, limits):
 
 
 def new_order(run, limits):
-    """A sampler that shuffles gives each epoch another order."""
+    """A sampler that shuffles gives each epoch a different order."""
     for rank, found in epochs(run).items():
         for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
             if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
@@ -88,7 +88,7 @@ def new_order(run, limits):
 
 
 def moving(run, limits):
-    """Every parameter that an optimizer holds gets a gradient, and moves, at least once; a few steps prove nothing.
+    """In a run of four steps or more, every parameter of an optimizer gets a gradient, and moves, at least once.
 
     Before BatchNorm, a bias does not move: its gradient is only noise.
     """
@@ -118,4 +118,4 @@ def finite(run, limits):
 
 def steps_agree(run, limits):
     counts = [run.kinds(rank).count("begin") for rank in run.ranks]
-    return ("rank-stops", f"the ranks begin {counts} steps", None) if len({*counts}) > 1 else None
+    return ("rank-stops", f"the ranks begin different numbers of steps: {counts}", None) if len({*counts}) > 1 else None

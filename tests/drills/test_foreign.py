@@ -28,6 +28,10 @@ COMMANDS = {
     "accelerate_classifier": ("python {}", TWO),
     "accumulation": ("python {} --accum-steps 4", TWO + " --accum-steps 2"),
     "evaluated": ("python {}", TWO),
+    "megatron": ("python {}", TWO),
+    "experts": ("python {}", TWO),
+    "context": ("python {}", TWO),
+    "measured": ("python {}", TWO),
     "mixed": ("python {} --nprocs 1", "python {} --nprocs 2"),
     "schedule": ("python {}", TWO),
     "tokens": ("python {}", TWO),
@@ -59,11 +63,61 @@ BUGS = {
     "clipped in each micro-batch": ("clip", "accumulation", [
         ("        if last:\n            nn.utils.clip", "        nn.utils.clip"),
         ("            optimizer.step()\n", "        if last:\n            optimizer.step()\n")]),
-    "no weight decay": ("unknown", "accumulation", [("betas=(0.9, 0.95)", "betas=(0.9, 0.95), weight_decay=0")]),
+    "no weight decay": ("optimizer", "accumulation", [("betas=(0.9, 0.95)", "betas=(0.9, 0.95), weight_decay=0")]),
 
     "BatchNorm of each process": ("batchnorm", "evaluated", []),
     "no train() after an evaluation": ("evaluation", "evaluated", [("            model.train()\n", "")]),
     "dropout drawn on each rank": ("random", "evaluated", []),
+
+    # NeMo Automodel 1260
+    "no sum in the backward pass": ("partial", "megatron", [("return add(grad.contiguous().clone())", "return grad")]),
+    # DeepSpeed 1801
+    "each rank clips by its own shards": ("clip", "megatron", [
+        ("(add(own.clone()) + copies).sqrt()", "(own + copies).sqrt()")]),
+    # Megatron-LM 7452
+    "copies counted on every rank": ("clip", "megatron", [("add(own.clone()) + copies", "add(own + copies)")]),
+
+    # Megatron-LM 5956, pytorch 160285
+    "gradients of experts not divided": ("group-scale", "experts", [("model.experts.grad /= world", "pass")]),
+    # transformers 48205
+    "parts of the router's gradient not added": ("partial", "experts", [
+        ("                dist.all_reduce(parameter.grad)\n",
+         "                dist.all_reduce(parameter.grad) if 'router' not in name else None\n")]),
+    # NeMo Automodel 2995
+    "the router gets no gradient": ("no-gradient", "experts", [(".softmax(1)\n", ".softmax(1).detach()\n")]),
+
+    # accelerate 76: a gather without a backward pass; only the own part keeps its gradient
+    "keys gathered without their gradient": ("no-backward", "context", [
+        ("        grad = grad.clone()\n        dist.all_reduce(grad)\n", "")]),
+    "positions from 0 on every rank": ("forward", "context", [(" + RANK * tokens.shape[1]\n", "\n")]),
+    "the mask not shifted": ("forward", "context", [("first = RANK * x.shape[1]", "first = 0")]),
+    # SkyRL 1420, verl 4250
+    "loss divided by the context size": ("scale", "context", [("loss.backward()", "(loss / SIZE).backward()")]),
+    # transformers 48167
+    "the loss shown is that of all ranks together": ("metric", "context", [("            total /= SIZE\n", "")]),
+
+    # mmdetection 4582, pytorch 22192
+    "buffers of rank 0's share": ("buffers", "measured", [
+        ("            dist.all_reduce(mean)\n            mean /= world\n", "            pass\n")]),
+    "the average on rank 0": ("buffers", "measured", [
+        ("            average.update", "            if rank == 0:\n                average.update")]),
+    # accelerate 575, rf-detr 1507
+    "padding counts in the evaluation": ("metric", "measured", [
+        ("range(rank, len(val_set), world)", "DistributedSampler(val_set, world, rank, shuffle=False)")]),
+    # torchtitan 3329
+    "the loss shown is one rank's part": ("metric", "measured", [("dist.all_reduce(sums)", "pass")]),
+    # accelerate 2665
+    "the optimizer holds other parameters": ("no-gradient", "measured", [
+        ("Adam(net.parameters()", "Adam([nn.Parameter(each.detach().clone()) for each in net.parameters()]")]),
+    # pytorch 104336
+    "a parameter replaced after the wrap": ("not-averaged", "measured", [
+        ("    average = Av", "    net.layers[0].weight = nn.Parameter(net.layers[0].weight.detach().clone())\n"
+         "    average = Av")]),
+
+    # transformers 37474
+    "the mean of DDP not undone": ("scale", "tokens", [("loss_sum * world_size / count", "loss_sum / count")]),
+    # prime-rl 2358
+    "each rank's own count as the scale": ("uneven-mean", "tokens", [("            dist.all_reduce(count)\n", "")]),
 
     "no seed": ("start", "mixed", [("    torch.manual_seed(100)\n", "")]),
     "clipped while scaled": ("clip", "mixed", [("            scaler.unscale_(optimizer)\n", "")]),
@@ -171,9 +225,11 @@ def test_the_minimal_pair_raises_no_alarm(ask, tmp_path):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(answer, bug):
+    """What is printed otherwise by the same models is a note."""
     need(BUGS[bug][1])
     code, report = answer(bug)
-    assert (code, report["verdict"]) == (1, "different"), report
+    noted = BUGS[bug][0] == "metric" and report["notes"]
+    assert (code, report["verdict"]) == ((0, "same") if noted else (1, "different")), report
 
 
 @pytest.mark.parametrize("program", SHOWN)
@@ -186,7 +242,7 @@ def test_the_page_names_the_cause_of_the_mistake_that_an_example_avoids(answer, 
 
 def test_nine_causes_of_ten_are_right(answer):
     asked = [bug for bug, (_, program, _) in BUGS.items() if installed(program)]
-    wrong = {bug: f"{answer(bug)[1]['cause']}, not {BUGS[bug][0]}" for bug in asked
-             if answer(bug)[1]["cause"] != BUGS[bug][0]}
+    named = {bug: answer(bug)[1]["cause"] or "metric" * bool(answer(bug)[1]["notes"]) for bug in asked}
+    wrong = {bug: f"{named[bug]}, not {BUGS[bug][0]}" for bug in asked if named[bug] != BUGS[bug][0]}
     print(f"{len(asked) - len(wrong)} of {len(asked)} causes are right", wrong)
     assert len(wrong) <= len(asked) // 10, wrong
