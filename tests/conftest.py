@@ -395,7 +395,8 @@ def pytest_collection_modifyitems(items):
 
 
 def _not_run(reporter):
-    return [report for report in reporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    skipped = reporter.stats.get("skipped", [])
+    return [report for report in skipped if "gpu" in getattr(report, "keywords", ())]  # a skipped file has no keywords
 
 
 def pytest_terminal_summary(terminalreporter):

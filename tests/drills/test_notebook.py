@@ -8,6 +8,7 @@ import pytest
 from conftest import PYTHON, ROOT, good, run
 from live import Live
 
+pytestmark = pytest.mark.nightly  # several minutes, and the first test installs packages
 REPORT = ["-m", "tools.gpu_report", "--device", "cpu"]
 
 

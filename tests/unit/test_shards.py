@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile
 
-from benchmarks.memory import Storages
+from benchmarks.storages import Storages
 from common import folders, initial, models, pipeline, shards
 from common.errors import UsageError
 
