@@ -5,10 +5,10 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
 Launch it on all hosts, as you launch training. It needs only torch. Exit code 0: fit to train. 1: a finding prevents
-training. 2: wrong usage. Launchers turn each failure into 1. The start goes through stages, and none outlasts --limit.
-So where training would hang, you see the stage, and which ranks are missing, silent or unreachable. If torchrun itself
-waits for a host, it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is
-what nccl-tests report: it is comparable with the speed of the links, whatever the number of ranks.
+training. 2: wrong usage. Launchers turn each failure into 1. If a stage, or one measurement, takes longer than --limit,
+the report names the stage and the ranks that are missing, silent or unreachable. If torchrun itself waits for a host,
+it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is defined as in
+nccl-tests. You can compare it with the speed of the links for any number of ranks.
 """
 import argparse
 import contextlib
@@ -42,13 +42,13 @@ REMEDIES = {  # of the findings, worst first
     "pairs": "open all ports between these hosts, or select an interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
     "stuck": "set NCCL_DEBUG=INFO; try another interface (NCCL_SOCKET_IFNAME), NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
     "wrong-result": "do not train; replace the device or its link; try NCCL_P2P_DISABLE=1",
-    "unused-gpu": "install a build of torch for CUDA that the driver supports (nvidia-smi)",
+    "unused-gpu": "install a CUDA build of torch that the driver supports (nvidia-smi)",
     "shared-device": "start at most one process per device: --nproc-per-node=gpu, or one Slurm task per GPU",
     "versions": "install the same versions on all hosts, and give all ranks the same kind of device",
     "disk-full": "free some space, or use another folder",
     "folder": "create the folder on this host, mount it, or correct its permissions",
     "not-shared": "use a folder that all hosts mount: otherwise, they cannot resume from rank 0's checkpoint",
-    "rename": "use another file system: a reader can meet half a checkpoint",
+    "rename": "use another file system: on this one, a reader can see half a checkpoint",
     "locks": "mount the file system with locks (Lustre: -o flock), or use a different folder for each run",
     "shm": "enlarge /dev/shm (docker run --shm-size=8g): DataLoader workers and NCCL need it",
     "open-files": "run ulimit -n 65536 before the launch: workers, connections and shared tensors need open files",
@@ -58,7 +58,7 @@ REMEDIES = {  # of the findings, worst first
     "clock": "synchronize the clocks (chrony): logs and file times disagree"}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-COLLECTIVES = {  # name: (bytes on the bus per byte, if ranks are many; a call; which of its tensors is the result)
+COLLECTIVES = {  # name: (bytes on the bus per byte, with many ranks; the call; the tensor that holds the result)
     "all-reduce": (2, lambda whole, part, other: dist.all_reduce(whole), 0),
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
@@ -72,7 +72,7 @@ def finding(name, text, error=True):
 
 
 def ranks(numbers, everyone):
-    """Return text like "rank 0, 1 on host1; rank 3 on host2"; the host of a rank that has not come is unknown."""
+    """Return text like "rank 0, 1 on host1; rank 3 on host2"; the host of a rank that has not connected is unknown."""
     hosts = {}
     for rank in numbers:
         hosts.setdefault(everyone[rank].get("host"), []).append(str(rank))
@@ -80,7 +80,7 @@ def ranks(numbers, everyone):
 
 
 def judge(everyone):
-    """Return the findings about what the ranks say; `everyone` holds {} for a rank that has not come."""
+    """Return the findings from what the ranks reported; `everyone` holds {} for a rank that has not connected."""
     found, here = {}, [facts for facts in everyone if facts]
     for my in here:
         near = [facts for facts in here if facts["host"] == my["host"]]
@@ -246,7 +246,7 @@ class Team:
         threading.Thread(target=self.follow, daemon=True).start()
 
     def exchange(self, step, **news):
-        """Let all ranks know the news of each rank, and wait until all are at this step."""
+        """Publish this rank's news, wait until every rank has done so for this step, and update `everyone`."""
         self.store.set(f"{step}/{self.rank}", json.dumps(news))
         texts = self.store.multi_get([f"{step}/{rank}" for rank in range(self.world)])
         for facts, text in zip(self.everyone, texts):
@@ -290,7 +290,7 @@ class Team:
         elif missing:
             found = finding("missing", f"{ranks(missing, self.everyone)} did not reach the store at {where}")
         elif lost:
-            found = finding("silent", f"{ranks(lost, self.everyone)} came, but no longer answered")
+            found = finding("silent", f"{ranks(lost, self.everyone)} connected, but then stopped answering")
         self.end(found, store, late)
 
     def end(self, found=None, store=None, present=()):
@@ -305,7 +305,7 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # a launcher ends all ranks when one has failed: the report comes first; the store, maybe here, ends last
+            # if one rank fails, a launcher ends all: report first; the reporting rank may hold the store and ends last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:
@@ -343,7 +343,7 @@ def check_folder(team, folder):
         time.sleep(0.1)  # NFS can show a new file late
     if file:
         news["sees"] = True
-        try:  # one rank gets the lock; 2: there are no locks here
+        try:  # 1: this rank got the lock; 2: the file system has no locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             news["locked"] = 1
         except OSError as error:
@@ -391,7 +391,7 @@ def verify(rank, world, device):
 
 
 def seconds(call, tensors, count):
-    """Return the mean time of a call, until the device has done its work."""
+    """Return the mean time of a call in seconds, including the work on the device."""
     start = time.perf_counter()
     for _ in range(count):
         call(*tensors)
@@ -413,7 +413,7 @@ def measure(team, device):
             team.enter("bandwidth")
             part, slowest = size // 4 // world + 1, torch.tensor(budget, device=device)
             tensors = whole[:part * world], other[:part], other[:part * world]
-            for _ in range(3):  # a warm-up, a call that decides how many fit into the budget, and these
+            for _ in range(3):  # a warm-up, a trial that sets how many calls fit into the budget, and the measurement
                 slowest.fill_(seconds(call, tensors, max(1, min(50, int(budget / 8 / slowest.item())))))
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
             size = 4 * part * world
@@ -490,8 +490,8 @@ def table(report, params):
                   f"{'':15}" + "".join(f"{speed / 1e9:10,.3f}" for _, _, speed in rows) + "  GB/s on the bus"]
     if params and report["bandwidth"]:
         size, time, _ = report["bandwidth"]["all-reduce"][-1]
-        lines += ["", f"{params:,.0f} parameters: a step waits {4 * params / size * time:.3g} s for its gradients in "
-                  "float32, less what overlaps with the backward pass"]
+        lines += ["", f"{params:,.0f} parameters: a step waits up to {4 * params / size * time:.3g} s for its "
+                  "gradients in float32; overlap with the backward pass shortens this"]
     for each in report["findings"]:
         lines += ["", f"{each['level']}: {each['name']}: {each['text']}", f"    {each['remedy']}"]
     return "\n".join([*lines, "", f"{len(report['findings'])} finding(s)"])
@@ -506,7 +506,7 @@ def count(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir's")
-    parser.add_argument("--params", type=count, help="parameters of a model, such as 100M: how long a step waits")
+    parser.add_argument("--params", type=count, help="number of parameters, such as 100M: predict a step's wait")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")
     parser.add_argument("--cpu", action="store_true", help="use the CPUs even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

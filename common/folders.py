@@ -116,8 +116,8 @@ def steps_of(path: Path) -> int:
 def reject_newer(output_dir: Path, steps: int) -> None:
     """Raise UsageError if a complete folder has more than `steps` steps, where this run starts.
 
-    prune() would keep that folder instead of one from this run. Such a folder comes from another run, or this run
-    returns to an older checkpoint or has a larger batch.
+    prune() would keep that folder instead of one from this run. The folder can come from another run. Or this
+    run resumes from an older checkpoint, or its batch is larger, so that an epoch has fewer steps.
     """
     if (found := whole_folders(output_dir)) and steps_of(found[-1]) > steps:
         raise UsageError(f"--output-dir {output_dir}: holds {found[-1].name}, newer than step {steps}, where this run "

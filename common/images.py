@@ -73,9 +73,9 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
                    content: bytes | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return an image that the caller will resize, and its full (height, width); see `decode` for the rest.
 
-    `resize` is the length in pixels that the shorter side will have (0: unchanged). A JPEG of at least four times that
-    size is decoded at 1/2, 1/4 or 1/8 of its size: the smallest of these that is at least twice `resize` and divides
-    both sides.
+    `resize` is the length in pixels that the shorter side will have (0: unchanged). If the shorter side of a JPEG has
+    at least 4 * `resize` pixels, it is decoded at 1/2, 1/4 or 1/8 of its size: at the smallest scale that gives whole
+    numbers of pixels and at least 2 * `resize` for the shorter side.
     """
     encoded, image = read(path, content)
     turn, width, scale = orientation(encoded, image), image.width, 1

@@ -59,7 +59,7 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
 def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh") -> None:
     """Copy the weights and the optimizer state that a tensor group does not split from its first process to the others.
 
-    All processes compute the same values, but a device may sum in another order each time. `mesh` is the "tensor" side.
+    All processes compute the same values, but a device may sum in another order each time. `mesh` is `grid["tensor"]`.
     All processes must call this.
     """
     name, = mesh.mesh_dim_names or ("",)

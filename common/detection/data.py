@@ -288,7 +288,7 @@ def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch at another size, the same on all processes: a multiple of 32 that changes every 10 steps.
+    """Return the batch at a random multiple of 32, drawn every 10 steps and the same on all processes.
 
     YOLO9000 (arXiv:1612.08242, section 2) draws it from 320 to 608 for size 416; other sizes use the same ratios.
     """

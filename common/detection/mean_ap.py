@@ -18,12 +18,11 @@ def match(detections: Tensor, labels: Tensor) -> Tensor:
     """Match `detections` (D, 7) with true boxes; return a row for each, `float32` (D, 3): class, score, result.
 
     `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, the detections take
-    their boxes in order of descending score. Each takes the box of its class with the highest IoU among those that are
-    still free. Bit t of the result says whether it is right at threshold t. Bit 10 + t says that it does not count
+    their boxes in order of descending score. Each takes the free box of its class with the highest IoU, if that reaches
+    the threshold. Bit t of the result says whether it is right at threshold t. Bit 10 + t says that it does not count
     there: it took no box, but at least the threshold's share of its area lies in a region to ignore. Several detections
-    can lie in the same region. Rows that count at no threshold are omitted.
-
-    These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
+    can lie in the same region. Rows that count at no threshold are omitted. These are the rules of COCOeval in
+    pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
     """
     found, true = (part.detach().cpu().double().numpy() for part in (detections, labels))
     found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # the same order for any input order

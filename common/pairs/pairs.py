@@ -141,7 +141,7 @@ class Ring:
 
 
 def whole_batches(skip: int, local_batch_size: int) -> int:
-    """Return how many batches `skip` pairs, over all processes, make; raise UsageError if a batch is incomplete."""
+    """Return the number of batches in `skip` pairs of all processes; raise UsageError if one would be incomplete."""
     batches, rest = divmod(skip, local_batch_size * get_world_size())
     if rest or skip < 0:
         raise UsageError(f"set_epoch: {skip} pairs are not a multiple of {local_batch_size * get_world_size()}")
