@@ -12,7 +12,7 @@ import verify
 from verify.comparing import Failure, printed_differ
 from verify.explaining import REMEDIES, Difference
 from verify.records import Row, Run, match
-from verify.watching import watch
+from verify.watching import new_order, watch
 
 # What the ranks of each mistake recorded: tests/programs/mistakes.py
 CAUSES = {
@@ -191,3 +191,11 @@ def test_stages_of_a_pipeline_are_not_slices():
     a, b = made("A", [("weight", [2, 2])], [("weight", [2])]), made("B", [("weight", [2, 4])])
     a.join(b)
     assert [step["rows"][0].shape for step, in a.ranks.values()] == [[2, 2], [2]]
+
+
+@pytest.mark.parametrize(("shuffled", "cause"), [(True, "set-epoch"), (False, None)])
+def test_only_an_order_that_is_shuffled_must_change(shuffled, cause):
+    epoch = [{"event": "step", "rows": [], "samples": [1.0, 2.0, 3.0], "flags": []},
+             {"event": "epoch", "shuffled": shuffled}]
+    found = new_order(Run("the run", [(0, 2 * epoch)]), None)
+    assert (found and found[0]) == cause

@@ -246,3 +246,12 @@ def test_a_lock_of_another_host_is_waited_for(tmp_path):
     holder.communicate("")
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out, err) == (0, "taken\n", "")
+
+
+def test_a_name_that_cannot_be_given_leaves_the_last_checkpoint(tmp_path):
+    """last.pt comes last: it marks the epoch as done."""
+    checkpoint.save_checkpoint(tmp_path / "last.pt", {"epoch": 1})
+    (tmp_path / "best.pt/full").mkdir(parents=True)
+    with pytest.raises(ProcessError, match="earlier checkpoints are intact"):
+        checkpoint.save_checkpoint(tmp_path / "last.pt", {"epoch": 2}, ["best.pt"])
+    assert torch.load(tmp_path / "last.pt") == {"epoch": 1}
