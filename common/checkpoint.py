@@ -22,9 +22,9 @@ from .reduce import agree, is_main_process
 
 LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when its lease ends: after 90 s on Linux
 
-REQUIRED = {"model", "optimizer", "scheduler", "epoch", "score", "best_score"}  # in every checkpoint
+REQUIRED = {"model", "optimizer", "scheduler", "epoch", "score", "best_score"}  # the keys of every checkpoint
 
-_locks: list[TextIO] = []  # stay open until the process exits
+_locks: list[TextIO] = []  # keeps the lock files open: closing one would release its lock
 
 
 def make_folder(path: str | Path, lock: bool = True) -> Path:
@@ -45,8 +45,8 @@ def make_folder(path: str | Path, lock: bool = True) -> Path:
 
 
 def _lock(path: str | Path, file: TextIO) -> TextIO:
-    """Lock the `file` in the folder `path` and return it; warn if the file system has no locks."""
-    if sys.platform == "win32":  # no fcntl
+    """Lock the `file` in the folder `path` and return it; warn if the file system does not support locks."""
+    if sys.platform == "win32":  # Windows has no fcntl
         return file
     import fcntl
 
@@ -79,7 +79,7 @@ def _lock(path: str | Path, file: TextIO) -> TextIO:
 
 
 def _kernel() -> str:
-    """Return an ID of this boot of this host: a lock from the same boot belongs to a live process."""
+    """Return an ID for the current boot of this host; a lock file with the same ID belongs to a live process."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -104,11 +104,11 @@ def copied(value: Any) -> Any:
 
 
 def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[str] = ()) -> None:
-    """Write `content`, from collect(), to `path` atomically, after giving the same file the other `names`.
+    """Write `content`, from collect(), to the other `names` in the folder of `path`, then to `path`, each atomically.
 
-    It writes a temporary file, flushes it to disk and renames it, so a crash leaves the old file or the new one. The
-    other names are hard links; a file system without links gets copies. Raises ProcessError if the file cannot be
-    written (disk full, no permission).
+    It writes a temporary file, flushes it to disk and renames it, so a crash leaves either the old file or the new one.
+    The other names are hard links, or copies if the file system does not support links. Raises ProcessError if the file
+    cannot be written (disk full, no permission).
     """
     temporary, other = (Path(path).with_name(f".{Path(path).name}.{kind}") for kind in ("tmp", "link"))
     try:
@@ -117,7 +117,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
             file.flush()
             os.fsync(file.fileno())
         for name in names:
-            other.unlink(missing_ok=True)  # of a run that was killed
+            other.unlink(missing_ok=True)  # left by a run that was killed
             _link(temporary, other)
             os.replace(other, other.with_name(name))
         os.replace(temporary, path)
@@ -127,7 +127,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
             other.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise ProcessError(f"cannot save {path}: {reason(cause)}; earlier checkpoints are intact") from None
-    with contextlib.suppress(OSError):  # flush the folder too: it holds the new name; Windows cannot open folders
+    with contextlib.suppress(OSError):  # flush the folder too: it stores the new name; Windows cannot open folders
         directory = os.open(Path(path).parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
@@ -136,7 +136,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # FAT, and some network file systems
+    except OSError:  # FAT and some network file systems have no hard links
         with open(source, "rb") as original, open(target, "wb") as copy:
             shutil.copyfileobj(original, copy)
             copy.flush()
@@ -176,18 +176,18 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{option} {path}: {reason(error)}") from None
     except pickle.UnpicklingError:
-        raise UsageError(f"{option} {path}: rejected: its content is not only tensors and plain values") from None
+        raise UsageError(f"{option} {path}: rejected: its content is not limited to tensors and plain values") from None
     except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         newer = "maximum supported version" in str(error)
         why = f"written by a newer torch than {torch.__version__}" if newer else "incomplete or not from torch.save"
         raise UsageError(f"{option} {path}: {why}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{option} {path}: holds a {type(content).__name__}, not a checkpoint")
+        raise UsageError(f"{option} {path}: contains a {type(content).__name__}, not a checkpoint")
     return content
 
 
 def _whole(part: Any, saved: Any) -> Any:
-    return copied(saved)  # the file is mapped into memory
+    return copied(saved)  # the file is memory-mapped: keep no reference to its tensors
 
 
 def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any],
@@ -195,15 +195,15 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
            read: Callable[[str | Path], dict[str, Any]] | None = None) -> tuple[int, float]:
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best score so far or -inf).
 
-    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). It accepts a checkpoint of
-    any script: optional parts that the checkpoint lacks, such as a `scaler`, stay unchanged. The optimizer uses this
-    command's learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress`
-    receives its value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected.
-    `take(part, saved)` returns the state that the object `part` loads, given its `saved` state; by default, a copy.
-    `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if the
-    checkpoint does not fit or differs between processes.
+    `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). Any script may have written
+    it: optional parts that the checkpoint lacks, such as a `scaler`, stay unchanged. The optimizer uses this command's
+    learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress` receives its
+    value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected. `take(part, saved)`
+    returns the state that the object `part` loads, given its `saved` state; by default, a copy. `read(path)` returns
+    the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if the checkpoint does not fit or
+    differs between processes.
     """
-    for group in state["optimizer"].param_groups:  # not every scheduler records this command's rate
+    for group in state["optimizer"].param_groups:  # record this command's rate; not every scheduler does
         group.setdefault("initial_lr", group["lr"])
     if path == "auto":
         path = Path(output_dir, "last.pt")

@@ -1,13 +1,14 @@
-"""Datasets: `create_datasets` returns the training and validation sets of any of DATASETS.
+"""Datasets: `create_datasets` returns the training and the validation set for any name in DATASETS.
 
 The scripts accept any dataset with a length and one of these methods:
 
 - `__getitem__(index)` returns a sample: a tuple (input, target) of tensors, arrays or numbers.
 - `__getitems__(indices)` returns a list of samples, as torch expects, or a whole batch: a tuple of two tensors.
 
-The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). So a loader has nothing to
-collate, and it transfers `uint8`: a quarter of the bytes of `float32`. On the device, `Normalize` converts only `uint8`
-images. A dataset may have these attributes; the scripts also find them inside torch's Subset and ConcatDataset:
+The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). So a loader does not need
+to collate samples, and it transfers `uint8`: a quarter of the bytes of `float32`. On the device, `Normalize` converts
+only `uint8` images. A dataset may have these attributes; the scripts also find them inside torch's Subset and
+ConcatDataset:
 
 - `set_epoch(epoch)` is called before each epoch. Loader workers stay alive between epochs only if they can read the new
   epoch from a tensor `epoch` in shared memory. Augmentation here depends only on `(seed, epoch, index)`, so that any
@@ -37,18 +38,18 @@ from .errors import ProcessError, UsageError, reason
 from .launch import cores_per_process, tie_worker
 from .reduce import is_main_process
 
-PINNED = ("cuda", "xpu")  # devices that copy from pinned memory
-SPLIT_SEED = 0  # splits datasets that have no validation set; the same for every --seed
+PINNED = ("cuda", "xpu")  # device types that copy pinned memory while the CPU continues
+SPLIT_SEED = 0  # for splitting datasets that have no validation set; does not depend on --seed
 
 
 class Kind(NamedTuple):
-    """A dataset: `mean` and `std` are those of the training set, per channel, for pixels in [0, 1]."""
+    """A kind of dataset. `mean` and `std` are computed over the training set, per channel, for pixels in [0, 1]."""
 
     classes: int | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: bool = False
-    load: Callable[[str, str | Path], list[tuple[Tensor, Tensor]]] | None = None  # from its name and --data-path
+    load: Callable[[str, str | Path], list[tuple[Tensor, Tensor]]] | None = None  # called with the name and --data-path
 
 
 DATASETS = {
@@ -80,9 +81,10 @@ def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Pa
 
 
 class ArrayDataset:
-    """A dataset in memory: images `uint8` (N, C, H, W), labels `int64` (N,).
+    """A dataset in memory: `images`, `uint8` of shape (N, C, H, W), and `labels`, `int64` of shape (N,).
 
-    `augment` pads by 4 black pixels, crops and flips at random (He et al. 2015, arXiv:1512.03385, section 4.2).
+    With `augment`, it pads each image by 4 black pixels, then crops it to its size and flips it, both at random (He et
+    al. 2015, arXiv:1512.03385, section 4.2).
     """
 
     def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:
@@ -91,7 +93,7 @@ class ArrayDataset:
         self.num_classes, self.mean, self.std = DATASETS[name][:3]
         self.image_shape = tuple(images.shape[1:])
         self.most_workers = 2 if augment else 0  # a core copies 500,000 images/s (sending is slower) or augments 65,000
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers stay alive between epochs
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers stay alive and read each new epoch
         self.draws: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __len__(self) -> int:
@@ -125,23 +127,23 @@ class ArrayDataset:
 
 
 class FolderDataset:
-    """Labeled image files, decoded on access: images `uint8` (N, 3, 224, 224), labels `int64` (N,).
+    """Labeled image files, decoded on access: a batch is images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
 
     With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training.
-    Otherwise, the image is resized to 256 pixels and center-cropped. Raises ProcessError, naming the file, if an image
-    cannot be decoded.
+    Otherwise, it resizes the image to 256 pixels and crops its center. Raises ProcessError, naming the file, if an
+    image cannot be decoded.
     """
 
     mean, std = DATASETS["folder"][1:3]
     image_shape = (3, 224, 224)
 
     def __init__(self, samples: list[tuple[str, int]], num_classes: int, seed: int, augment: bool = False) -> None:
-        # Two arrays: a list's million objects would be copied page by page to each worker, which counts references
+        # Arrays, not lists: workers update a list's reference counts, and so would copy its memory page by page
         self.paths = np.array([os.fsencode(path) for path, _ in samples])
         self.labels = torch.tensor([label for _, label in samples])
         self.num_classes, self.seed, self.augment = num_classes, seed, augment
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        from torchvision.transforms import v2  # here, because importing torchvision takes half a second
+        from torchvision.transforms import v2  # not at the top: importing torchvision takes half a second
 
         self.transform = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()] if augment else
                                     [v2.Resize(256), v2.CenterCrop(224)])
@@ -195,11 +197,11 @@ class Normalize(nn.Module):
 
 
 def _statistics(dataset: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the dataset's mean and std if both hold one number per channel for pixels in [0, 1], else None."""
+    """Return the dataset's mean and std if each has one number per channel for pixels in [0, 1], else None."""
     try:
         mean, std = (torch.as_tensor(_attribute(dataset, name), dtype=torch.get_default_dtype()).reshape(-1)
                      for name in ("mean", "std"))
-    except (TypeError, ValueError, RuntimeError):  # absent, or not numbers
+    except (TypeError, ValueError, RuntimeError):  # the attributes are absent or not numbers
         return None
     fits = len(mean) == len(std) and ((mean >= 0) & (mean <= 1) & (std > 0) & (std <= 1)).all()
     return (mean, std) if fits else None
@@ -219,7 +221,7 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Call `set_epoch(epoch)` on the dataset and on those inside a Subset or ConcatDataset, if they have it."""
+    """Call `set_epoch(epoch)`, where defined, on the dataset and on the datasets inside a Subset or ConcatDataset."""
     for part in _parts(dataset):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -246,10 +248,10 @@ def classes_and_shape(dataset: Any) -> tuple[int, tuple[int, ...]]:
         first = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]
         shape = tuple(collate(first)[0].shape[1:])
     if len(shape) != 3 or shape[2] <= 4 < shape[0]:  # the second test detects (H, W, C)
-        raise UsageError(f"--model needs inputs (C, H, W); those of this dataset are {tuple(shape)}; permute them, or "
-                         "put your own model at '# yours: the model'")
+        raise UsageError(f"--model needs inputs of shape (C, H, W); those of this dataset are {tuple(shape)}; permute "
+                         "them, or put your own model at '# yours: the model'")
     if count is None and (names := _attribute(dataset, "classes")) is None:
-        raise UsageError("the dataset does not say how many classes it has; write: train_set.num_classes = NUMBER")
+        raise UsageError("the dataset does not specify its number of classes; set train_set.num_classes = NUMBER")
     return count or len(names), tuple(shape)
 
 
@@ -288,10 +290,10 @@ def _describe(value: Any) -> str:
 def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
     """Return the DataLoader arguments for one dataset: a validation set may need fewer workers than a training set.
 
-    By default, `workers` is this process's share of the host's cores minus one, at most the dataset's `most_workers`
-    or, without it, 8. Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned if
-    the device can copy them while the CPU continues. Only then is `non_blocking` safe: on MPS, such a copy can read
-    memory that has already been reused (pytorch issue 189690).
+    By default, `workers` is this process's share of the host's cores minus one, at most the dataset's `most_workers`,
+    or 8 if it has none. Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned
+    if the device can copy them while the CPU continues. Copies with `non_blocking` are safe only from pinned batches:
+    on MPS, such a copy can read memory that has already been reused (pytorch issue 189690).
     """
     if workers is None:
         most = _attribute(dataset, "most_workers")
@@ -317,7 +319,7 @@ def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
 
 def digits() -> list[tuple[Tensor, Tensor]]:
-    """Return the digits: [training, validation], each (images `uint8` (N, 1, 28, 28), labels `int64` (N,))."""
+    """Return the training and the validation digits: images, `uint8` (N, 1, 28, 28), and labels, `int64` (N,)."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
     images = F.interpolate(images[:, None] * (255 / 16), size=28, mode="bilinear", align_corners=False)
@@ -332,11 +334,11 @@ def _fake(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _torchvision(kind: str, name: str, path: str | Path) -> list[tuple[Tensor, Tensor]]:
-    from torchvision import datasets  # here, because importing torchvision takes half a second
+    from torchvision import datasets  # not at the top: importing torchvision takes half a second
 
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-        with FileLock(Path(path, f".{name}.lock")):  # one process downloads; the others wait, then find it there
+        with FileLock(Path(path, f".{name}.lock")):  # one process downloads; the others wait, then find the files
             sets = [getattr(datasets, kind)(path, train=train, download=True) for train in (True, False)]
     except (URLError, RuntimeError) as error:
         raise UsageError(f"--dataset {name}: not in --data-path {path}; download failed ({reason(error)})") from None

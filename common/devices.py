@@ -14,7 +14,7 @@ from .errors import UsageError
 def prepare(name: str | None, deterministic: bool, local_rank: int | None = None) -> torch.device:
     """Return the device that `select_device` selects, after setting how torch computes on it; see choose_algorithms.
 
-    Call it before NCCL starts: only then does `deterministic` keep NCCL from the sums of NVLink SHARP, whose order
+    Call it before NCCL starts. Otherwise, despite `deterministic`, NCCL may sum with NVLink SHARP, in an order that
     differs from call to call (github.com/pytorch/pytorch/pull/156381).
     """
     device = select_device(name, local_rank)
@@ -27,7 +27,7 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
     """Return the device `name`; by default the accelerator, or the CPU if there is none.
 
     A process in a group passes its `local_rank` and gets its own device. A device with an index becomes the current
-    one. Otherwise, the process, or only its thread that pins memory, would also open a context on device 0. Raises
+    one. Otherwise, the process, or only its memory-pinning thread, would also open a context on device 0. Raises
     UsageError if the device is not available.
     """
     device = _choose(name, local_rank)
@@ -39,12 +39,12 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU, let glibc keep freed memory: returning it would cost page faults in each step (docs/speed.md).
 
-    The settings are those of https://man7.org/linux/man-pages/man3/mallopt.3.html. Other C libraries do not have them.
+    https://man7.org/linux/man-pages/man3/mallopt.3.html explains the settings, which other C libraries lack.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt and device.type == "cpu":
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks do not come from the heap; 32 MiB is the maximum
-        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD: the free bytes that the heap may keep at its end
+        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD: how many free bytes the heap may keep at its end
 
 
 def count_processes(name: str | None) -> int:
@@ -116,20 +116,20 @@ def device_ids(device: torch.device) -> list[int]:
 
 
 def identify(device: torch.device) -> str:
-    """Return a string that two processes share if and only if they use the same accelerator."""
+    """Return a string that is equal for two processes if and only if they use the same accelerator."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", device))
 
 
 def choose_algorithms(deterministic: bool, device: torch.device) -> None:
-    """Let a GPU compute bit-identical results in every run, or else faster ones.
+    """Configure a GPU for bit-identical results in every run if `deterministic`, and for speed otherwise.
 
     `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html: it selects deterministic
     algorithms and fixes the cuBLAS workspace. Call it before anything uses cuBLAS. Operations without a deterministic
     version raise an error. Raises UsageError on MPS, because max-pooling's backward pass has no deterministic version
-    there (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). Otherwise, products
-    of float32 matrices use TF32, as convolutions do by default, and cuDNN searches for the fastest convolution when it
-    meets a new shape. A CPU keeps its settings: some CPUs would use TF32, too.
+    there (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). For speed, float32
+    matrix products use TF32, as convolutions do by default, and cuDNN searches for the fastest convolution for each new
+    shape. A CPU keeps its settings, because some CPUs would use TF32, too.
     """
     if deterministic and device.type == "mps":
         raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")

@@ -1,4 +1,4 @@
-"""How a run ends: an expected error prints one line on standard error; any other keeps its whole traceback."""
+"""How a run ends: an expected error prints one line on standard error; any other error prints its full traceback."""
 import atexit
 import contextlib
 import logging
@@ -24,7 +24,7 @@ PATIENCE = 10  # seconds: grace period before a bystander process reports
 # from torch/utils/data/_utils/signal_handling.py; errors in a dataset say "Caught ... in DataLoader worker" instead
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
 # messages of gloo, the store and NCCL about a lost peer; under NCCL, torch's watchdog usually ends the process first,
-# by SIGABRT, and nothing here runs: docs/operations.md
+# by SIGABRT, so nothing in this file runs: docs/operations.md
 LATE = re.compile(r"timed? ?out", re.I)
 PEER_LOST = re.compile(rf"{LATE.pattern}|connection (was )?(closed|reset|refused)|broken pipe|unreachable|"
                        "no route to host|remote process exited", re.I)
@@ -37,8 +37,8 @@ _when_done: list[int] = []
 def end_at_once() -> None:
     """Make this process exit at once when its script is done; every process with a device mesh calls this.
 
-    torch's caches keep meshes and their groups, so gloo's threads outlive destroy_process_group(). Python would abort
-    if one of them still held a tensor: docs/pitfalls.md, E15.
+    torch's caches keep meshes and their groups alive, so gloo's threads outlive destroy_process_group(). If one of them
+    still had a tensor, Python would abort when it exits: docs/pitfalls.md, E15.
     """
     _when_done[:] = [0]
 
@@ -75,22 +75,22 @@ def report_errors() -> Iterator[None]:
     """Run a script in this context: it prints one line for each expected failure and sets the exit code.
 
     If all processes know the cause, the main process reports it. Otherwise, the process that failed does, with its
-    rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. Any other
+    rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
-    After a failure, the process flushes its output and exits at once. It does not destroy the process group: that
-    waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within a node).
+    After a failure, the process flushes its output and exits at once. It does not destroy the process group, because
+    that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within a node).
     After end_at_once(), it also exits at once when the script is done.
     Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
     """
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
         sys.stdout.reconfigure(line_buffering=True)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would log after our line
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # this logger would print after our line
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a job that ignores Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the job ignores Ctrl-C
         signal.signal(signal.SIGINT, _interrupt)
-    codes: list[int] = []  # the exit code; registered first, so atexit runs this after the script's own handlers
+    codes: list[int] = []  # the exit code, if any; the handler is registered first, so it runs after the script's own
     atexit.register(lambda: _exit_at_once(codes[0]) if codes else None)
     try:
         yield
@@ -126,7 +126,7 @@ def _last_words(error: BaseException) -> tuple[str | None, int] | None:
         if rank:
             _wait_to_be_ended()
         return f"rank {rank}: {line}" if rank else line, error.exit_code
-    # all processes of a host time out together: let one report
+    # all processes of a host time out together: only one reports
     if lost_the_others(error) and (not LATE.search(line) or os.environ.get("LOCAL_RANK", "0") != "0"):
         _wait_to_be_ended()
     return f"rank {rank}: {line}" if _several() else line, 1
@@ -176,7 +176,7 @@ def _wait_to_be_ended() -> None:
 
 
 def _where(error: BaseException) -> str:
-    """Return the line of the script that was running, as "line 187: "; "" if the error did not pass through it."""
+    """Return the line of the script that was running, as "line 187: ", or "" if the error is not from the script."""
     numbers = [number for frame, number in traceback.walk_tb(error.__traceback__)
                if os.path.basename(frame.f_code.co_filename) == os.path.basename(sys.argv[0])]
     return f"line {numbers[-1]}: " if numbers else ""

@@ -1,4 +1,4 @@
-"""The errors that the scripts expect: a run that meets one ends with one line instead of a traceback."""
+"""The errors that the scripts expect: each ends the run with one line instead of a traceback."""
 import math
 
 
@@ -19,7 +19,7 @@ class ProcessError(RunError):
 
 
 def require_finite(value: float, what: str) -> None:
-    """Raise RunError if `value`, equal on all ranks, is not finite; `what` is like "epoch 1, step 2: the loss"."""
+    """Raise RunError if `value`, equal on all ranks, is not finite; `what` names it: "epoch 1, step 2: the loss"."""
     if not math.isfinite(value):
         raise RunError(f"{what} is {value}; try a lower --lr")
 

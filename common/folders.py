@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: one folder per checkpoint, with a file for each process.
+"""Checkpoints of torch.distributed.checkpoint: one folder per checkpoint, with one file per process.
 
 torch writes `.metadata` last: a folder without it is incomplete. That file is a pickle, which torch loads without
 restrictions. So this module checks every folder first: `.metadata` may name only the classes below, and all entries
@@ -50,7 +50,7 @@ def _member(kind: Any, name: str) -> enum.Enum:
 
 
 def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Create a folder after `steps` steps; return it and this process's tensors for async_save.
+    """Create the folder for a checkpoint after `steps` steps; return it and this process's tensors for async_save.
 
     Its name is `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER` otherwise.
     Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in `state`. Only rank 0
@@ -73,7 +73,7 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
 
 
 def create_stager(device_type: str) -> Any:
-    """Return what copies shards to the host's memory for async_save; reuse it, so that it reuses its memory.
+    """Return a stager, which copies shards to host memory for async_save; keep it, so that it reuses its buffers.
 
     From a CUDA device, it copies into pinned memory, which is faster, and waits once for all copies.
     """
@@ -98,7 +98,7 @@ def wait(saving: Any) -> None:
 
 
 def all_folders(output_dir: Path) -> list[Path]:
-    """Return the folders, oldest first; a snapshot after an epoch's last step comes before the epoch's folder."""
+    """Return the checkpoint folders, oldest first; a snapshot at the end of an epoch precedes the epoch's folder."""
     found = [path for path in output_dir.glob("s*-*") if re.fullmatch(r"(snapshot|step)-\d+", path.name)]
     return sorted(found, key=lambda path: (steps_of(path), path.name))
 
@@ -114,14 +114,14 @@ def steps_of(path: Path) -> int:
 
 
 def reject_newer(output_dir: Path, steps: int) -> None:
-    """Raise UsageError if a complete folder has more than `steps` steps, where this run starts.
+    """Raise UsageError if a complete folder is newer than step `steps`, at which this run starts.
 
-    prune() would keep that folder instead of one from this run. The folder can come from another run. Or this
-    run resumes from an older checkpoint, or its batch is larger, so that an epoch has fewer steps.
+    prune() would keep that folder instead of one from this run. There are three causes: the folder is from another
+    run, this run resumes from an older checkpoint, or its batch is larger, so that an epoch has fewer steps.
     """
     if (found := whole_folders(output_dir)) and steps_of(found[-1]) > steps:
-        raise UsageError(f"--output-dir {output_dir}: holds {found[-1].name}, newer than step {steps}, where this run "
-                         "starts; pass --resume auto, or choose another folder")
+        raise UsageError(f"--output-dir {output_dir}: contains {found[-1].name}, newer than step {steps}, where this "
+                         "run starts; pass --resume auto, or choose another folder")
 
 
 def prune(output_dir: Path) -> None:
@@ -135,7 +135,7 @@ def prune(output_dir: Path) -> None:
     everything = all_folders(output_dir)
     for path in everything[:everything.index(found[-2])]:
         if path != best:
-            # first, so that the remains of a deletion never count as a checkpoint
+            # delete this first: after an interrupted deletion, the folder is then incomplete
             (path / ".metadata").unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
@@ -167,7 +167,7 @@ def check(path: Path) -> dict[str, torch.Tensor]:
 
 def resume(path: str | None, output_dir: Path, state: dict[str, Any], progress: dict[str, Any],
            load: Any) -> tuple[int, float]:
-    """Like checkpoint.resume(); `path` may also be a folder, which `load` (dcp.load) reads.
+    """Do what checkpoint.resume() does; `path` may also be a folder, which `load` (dcp.load) reads.
 
     "auto" is the newest committed folder.
     """

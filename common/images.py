@@ -14,17 +14,17 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from .errors import ProcessError, UsageError, reason
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # of the content; the extension may differ
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # formats of the content; the extension may differ
 MAX_PIXELS = 100_000_000
-FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # of a complete JPEG and of a complete PNG
+FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # the last bytes of a complete JPEG or PNG
 ORIENTATION = 0x0112  # the EXIF tag
-FLIPS = ((), (2,), (1, 2), (1,))  # axes, for the orientations 1 to 4; from 5 to 8, the same after a transpose
+FLIPS = ((), (2,), (1, 2), (1,))  # axes to flip for the orientations 1 to 4; 5 to 8 also need a transpose
 
 
 def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
-    """Return the image that `encoded`, `uint8` (size,), holds: `uint8` (3, H, W), upright, with 16 bits scaled to 8.
+    """Decode a file's bytes, `encoded`, to an upright image, `uint8` of shape (3, H, W), with 16 bits scaled to 8.
 
-    torchvision 0.29 deprecates its decoders, and a later version will remove them. Their successors are torchcodec's:
+    torchvision 0.29 deprecates its decoders, and a later version will remove them. Their successors are in torchcodec:
     https://github.com/pytorch/vision/pull/9609
     """
     from torchvision.io import ImageReadMode, decode_image
@@ -36,7 +36,7 @@ def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
 
 
 try:
-    from torchcodec.decoders import decode_image  # the same pixels, equally fast
+    from torchcodec.decoders import decode_image  # it returns the same pixels, equally fast
 except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, or not built for this torch
     decode_image = decode_with_torchvision
 
@@ -44,7 +44,7 @@ except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, 
 def find_files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the sorted paths of the image files below `folder`; follow symbolic links and skip hidden files.
 
-    A broken link counts as a file: reading it fails. Raises UsageError for unreadable folders and for link cycles.
+    A broken link counts as a file, so that reading it fails. Raises UsageError for unreadable folders and link cycles.
     """
     found: list[str] = []
     try:
@@ -61,9 +61,9 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def decode(path: str | os.PathLike[str], content: bytes | None = None) -> torch.Tensor:
-    """Return an image file as `uint8` (3, H, W), upright, without alpha, with 16 bits scaled to 8.
+    """Return the image in a file, `uint8` of shape (3, H, W): upright, without alpha, with 16 bits scaled to 8.
 
-    `content` holds the file's bytes if the caller has read them; `path` then only names the file in errors. Raises
+    `content` is the file's bytes if the caller has read them; `path` then only names the file in errors. Raises
     ProcessError, naming the file, if it is not an image, is damaged or has too many pixels: see `read`.
     """
     return _decode(path, *read(path, content))
@@ -100,7 +100,7 @@ def orientation(encoded: np.ndarray, image: Image.Image) -> int:
 
     `encoded` and `image` are what `read` returns. Decoders may read CMYK and damaged EXIF differently.
     """
-    # A file with a different ending is truncated or has extra data: only a full decode can tell
+    # A file with a different ending is truncated or has extra data: only a full decode can tell which
     complete = encoded[-12:].tobytes().endswith(FILE_ENDS)
     if not complete or image.format not in ("JPEG", "MPO", "PNG") or image.mode == "CMYK":
         return 0
@@ -115,7 +115,7 @@ def orientation(encoded: np.ndarray, image: Image.Image) -> int:
 
 def _decode(path: str | os.PathLike[str], encoded: np.ndarray, image: Image.Image) -> torch.Tensor:
     with _errors_name(path):
-        if image.format in ("GIF", "WEBP"):  # of an animation, PIL returns the first picture
+        if image.format in ("GIF", "WEBP"):  # PIL returns the first frame of an animation
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
         return decode_image(torch.from_numpy(encoded))
 
@@ -123,7 +123,7 @@ def _decode(path: str | os.PathLike[str], encoded: np.ndarray, image: Image.Imag
 def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np.ndarray, Image.Image]:
     """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, with only the header decoded.
 
-    `content` holds the file's bytes if the caller has read them. Raises ProcessError, naming the file, if it is not an
+    `content` is the file's bytes if the caller has read them. Raises ProcessError, naming the file, if it is not an
     image or has more pixels than the environment variable MAX_IMAGE_PIXELS allows. It also rejects a PNG with wrong
     checksums, which would crash the process in torchvision 0.29.
     """
@@ -135,7 +135,7 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np
             with open(path, "rb", buffering=0) as file:
                 content = file.read()
         encoded = np.frombuffer(bytearray(content), np.uint8)  # torch needs writable memory
-        pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # PIL's error names neither file nor size
+        pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # PIL's error would not name the file
         try:
             image = Image.open(io.BytesIO(encoded.data), formats=FORMATS)
         finally:

@@ -1,7 +1,8 @@
-"""Initial weights without a whole model in memory: every process draws them again, one tensor at a time.
+"""Initial weights without a full model in memory: every process draws all of them, one tensor at a time.
 
-A model is created on the meta device, where tensors have no data. A recorder notes each operator that would draw or
-change them. Replayed on the CPU with the random numbers of one device's script, the operators give the same weights.
+A model is created on the meta device, where tensors have no data. A recorder notes each operator that would fill or
+change a tensor. Replayed on the CPU from the same random state, the operators give the weights that a script for one
+device draws.
 """
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ OVERWRITE = {aten.uniform_.default, aten.normal_.default, aten.zero_.default, at
 def outline(create: Callable[..., nn.Module], *args: Any) -> "tuple[nn.Module, Weights]":
     """Return the model `create(*args)` on the meta device, and its initial weights; all processes must call this.
 
-    If `create` does what cannot be recorded, such as drawing from NumPy, rank 0 holds all weights in its host memory.
+    If `create` does something that cannot be recorded, such as drawing from NumPy, rank 0 creates the full model.
     """
     state = torch.get_rng_state()
     with torch.device("meta"), Recorder() as recorder, Watch(recorder):
@@ -40,7 +41,7 @@ def outline(create: Callable[..., nn.Module], *args: Any) -> "tuple[nn.Module, W
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and the tensors of a model's parameters and buffers, those with two names twice."""
+    """Yield (name, tensor) for a model's parameters and buffers; a tensor with two names is yielded twice."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
@@ -62,7 +63,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict[str, Any], Any]] = []
-        self.seen: dict[int, Any] = {}  # the storages, which stay alive: so no two have one key
+        self.seen: dict[int, Any] = {}  # the storages, kept alive so that no two have the same key
         self.known = True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -79,14 +80,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def digest(self) -> str:
-        """Return a string that two processes share if they noted the same calls."""
+        """Return a string that is equal on two processes if they recorded the same calls."""
         text = repr([(str(function), tree_map(_shape, args), tree_map(_shape, kwargs))
                      for function, args, kwargs, _ in self.calls])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Watch(TorchFunctionMode):
-    """Tells the recorder if code asks whether a tensor has data: some of torch.nn.init then does nothing."""
+    """Tells the recorder if code reads `Tensor.is_meta`: some functions of torch.nn.init then do nothing."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -102,14 +103,14 @@ def _shape(value: Any) -> Any:
 
 
 class Weights:
-    """The initial weights of a model: recorded, or `whole` on rank 0."""
+    """The initial weights of a model: as recorded operators, or as tensors, `whole`, on rank 0."""
 
     def __init__(self, recorder: Recorder | None, state: Tensor, outlines: dict[str, Tensor],
                  whole: dict[str, Tensor]) -> None:
         self.recorder, self.state, self.outlines, self.whole = recorder, state, outlines, whole
 
     def draw(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) one at a time, and forget each; all processes must consume this together."""
+        """Yield (name, full tensor), one at a time, and free each; all processes must iterate together."""
         if self.recorder:
             yield from self._replay(self.recorder.calls, {*names})
             self.recorder = None
@@ -119,14 +120,14 @@ class Weights:
             whole = outline.to(device) if is_main_process() else torch.empty_like(outline, device=device)
             dist.broadcast(whole, 0)
             yield name, whole
-        self.whole.clear()  # what a file replaces
+        self.whole.clear()  # drops weights that a file replaces
 
     def _replay(self, calls: list, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Repeat the calls on the CPU. A storage exists from the call that gives it its values to the last that does.
+        """Repeat the calls on the CPU; keep each storage from the call that sets its values to the last that uses it.
 
-        The first values of a layer that is initialized twice exist only for the moment in which they are drawn.
+        If a layer is initialized twice, its first values are freed as soon as they are drawn.
         """
-        real: dict[int, Any] = {}  # the storages on the CPU, by the keys of those without data
+        real: dict[int, Any] = {}  # the storages on the CPU, by the keys of the meta storages
         uses: dict[int, list[int]] = {}
         for number, (_, args, kwargs, result) in enumerate(calls):
             for key in {_key(tensor) for tensor in _tensors(args, kwargs, result)}:

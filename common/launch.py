@@ -1,4 +1,4 @@
-"""How this process was started (torchrun, Slurm, mp.spawn, plain python), where the processes meet, what ends it."""
+"""How this process was started (torchrun, Slurm, mp.spawn, plain python), where the processes meet and what ends it."""
 import ctypes
 import multiprocessing
 import os
@@ -20,12 +20,12 @@ def local_world_size() -> int:
 
 
 def launch_environment() -> dict[str, str]:
-    """Return the variables that `torch.distributed` reads from the environment and that no launcher has set.
+    """Return the environment variables that `torch.distributed` needs and that no launcher has set.
 
     torchrun and torch.distributed.launch set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT. In a parallel Slurm step, Slurm's variables provide them: the first host of the step is the master, and
-    the job and step numbers give the port; MASTER_ADDR and MASTER_PORT override both. Plain `python` is a group of one
-    process, on any free port. Raises UsageError if MASTER_ADDR is not set and Slurm's `scontrol` cannot list the hosts.
+    the job and step numbers give the port; MASTER_ADDR and MASTER_PORT override both. Plain `python` gets a group of
+    one process, on any free port. Raises UsageError if MASTER_ADDR is not set and `scontrol` cannot list the hosts.
     """
     env = os.environ
     if "RANK" in env:
@@ -58,7 +58,7 @@ def cores_per_process() -> int:
 
 
 def share_cores(own: int, total: int, processes: int) -> int:
-    """Return how many cores each of `processes` uses: its `own`, but at most its share of `total`."""
+    """Return how many cores each of `processes` may use: its `own`, but at most an equal share of `total`."""
     return max(1, min(own, total // processes))
 
 
@@ -130,9 +130,9 @@ def end_with_launcher() -> None:
 
 
 def tie_worker(worker_id: int) -> None:
-    """End a loader worker when the process that reads from it ends: the `worker_init_fn` of a DataLoader.
+    """As the `worker_init_fn` of a DataLoader, make a loader worker exit when the process that reads from it ends.
 
-    torch's own watchdog misses that end while the worker starts, which takes seconds under spawn. Under forkserver, it
+    torch's own watchdog cannot do this while the worker starts, which takes seconds under spawn. Under forkserver, it
     watches the fork server, which lives as long as the worker.
     """
     end_with_parent("SIGKILL")  # Windows has no signal.SIGKILL

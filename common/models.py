@@ -19,8 +19,8 @@ MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 class CNN(nn.Module):
     """Three 5x5 convolutions (16, 32, 32 channels) with max-pooling, then linear layers of 128, 64 and `num_classes`.
 
-    ReLU after max-pooling gives the same values as before it, with a quarter of the work. The input is normalized
-    images (N, C, H, W), the output logits (N, num_classes): cross_entropy applies the softmax.
+    ReLU after max-pooling gives the same values as before it, with a quarter of the work. The model maps normalized
+    images (N, C, H, W) to logits (N, num_classes); cross_entropy applies the softmax.
     """
 
     def __init__(self, num_classes: int, image_shape: tuple[int, ...]) -> None:
@@ -56,7 +56,7 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
         return CNN(num_classes, image_shape)
     if name in SIZES:
         return ViT(name, num_classes, image_shape)
-    from torchvision.models import resnet  # here, because importing torchvision takes half a second
+    from torchvision.models import resnet  # not at the top: importing torchvision takes half a second
 
     model = getattr(resnet, name)(num_classes=num_classes)
     if height <= 64:
@@ -80,10 +80,10 @@ def has_parameters(layer: nn.Module) -> bool:
 def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> list[nn.Module]:
     """Return a model's blocks in order: those of `layers_of(model)` that have parameters.
 
-    With `recompute`, backward() computes the blocks' activations again, instead of keeping them. With either option,
-    raises UsageError if the model has BatchNorm. Recomputing would update its statistics twice
-    (github.com/pytorch/pytorch/issues/96136). With `bf16`, FSDP2 casts its weights but not its statistics, which CUDA
-    rejects in backward().
+    With `recompute`, backward() recomputes the blocks' activations, which are not stored. With either option, raises
+    UsageError if the model has BatchNorm. Recomputing would update its statistics twice
+    (github.com/pytorch/pytorch/issues/96136). With `bf16`, FSDP2 casts its weights but not its statistics, and CUDA
+    rejects this mix in backward().
     """
     for option, wanted in (("--activation-checkpointing", recompute), ("--bf16", bf16)):
         if wanted and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
@@ -142,7 +142,7 @@ def load_weights(model: nn.Module, path: str) -> None:
                            if wanted[name].is_meta}, strict=False, assign=True)
     if is_main_process():
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
-                "of another shape": wanted.keys() & content.keys() - taken.keys()}
+                "of a different shape": wanted.keys() & content.keys() - taken.keys()}
         rest = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
         print(f"weights {path}: loaded {len(taken)} of {len(wanted)} tensors{rest}")
 
@@ -155,7 +155,7 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def freeze_layers(model: nn.Module) -> None:
-    """Freeze `model.backbone` or, without one, all layers except the classifier: the last linear layer.
+    """Freeze `model.backbone` or, without one, all layers except the classifier, which is the last linear layer.
 
     A frozen BatchNorm stays in evaluation mode, even after `model.train()`; otherwise its statistics would drift.
     """
@@ -177,9 +177,9 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the trainable parameters in two groups for an optimizer: biases and BatchNorm have no weight decay.
+    """Return the trainable parameters in two groups for an optimizer: biases and BatchNorm get no weight decay.
 
-    BatchNorm follows Goyal et al. 2017, arXiv:1706.02677, section 5.1; biases, He et al. 2018, arXiv:1812.01187.
+    For BatchNorm, see Goyal et al. 2017, arXiv:1706.02677, section 5.1; for biases, He et al. 2018, arXiv:1812.01187.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
@@ -189,7 +189,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
-    """Return the learning-rate factor by epoch: half a cosine from 1 to `lrf`. Its closed form makes resumes exact."""
+    """Return a function of the epoch: the learning-rate factor, half a cosine from 1 to `lrf`.
+
+    Its closed form makes resumes exact.
+    """
     return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
 
 

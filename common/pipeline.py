@@ -1,4 +1,4 @@
-"""How a pipeline divides its work, and the group through which its stages send; for `train_PP.py`."""
+"""How a pipeline divides its work, and the process group in which its stages send; for `train_PP.py`."""
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -14,9 +14,9 @@ from .vit import ViT
 
 
 class Bf16(nn.Module):
-    """A stage that casts its weights and its input to bfloat16, and returns it; the last stage returns float32.
+    """A stage that casts its weights and its input to bfloat16; the last stage casts its output back to float32.
 
-    This is what FSDP2's MixedPrecisionPolicy does: the weights and their gradients stay in float32.
+    FSDP2's MixedPrecisionPolicy does the same: the stored weights and their gradients stay in float32.
     """
 
     def __init__(self, stage: nn.Sequential, last: bool) -> None:
@@ -46,7 +46,7 @@ def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]
                          "start fewer processes")
     before = [0, *accumulate(sum(each.numel() for each in layer.parameters()) for layer in layers)]
     ends: list[int] = []
-    for stage in range(1, count):  # cut nearest to an equal share; each stage gets a layer with parameters
+    for stage in range(1, count):  # cut closest to an equal share; each stage gets a layer with parameters
         possible = [start for start in starts[stage:len(starts) - count + stage + 1] if start > max(ends, default=0)]
         ends.append(min(possible, key=lambda start: abs(before[start] - before[-1] * stage / count)))
     stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], [*ends, len(layers)])]
@@ -56,8 +56,8 @@ def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]
 def split_batch(batch_size: int, micro_batches: int | None, processes: int, chunks: int) -> int:
     """Return the number of micro-batches of a pipeline with `chunks` stages per process; by default, two per stage.
 
-    One stage per process gets a power of two, which divides most batches. Raises UsageError if the micro-batches do
-    not divide the batch evenly, or do not suit the schedule.
+    With one stage per process, the default is rounded up to a power of two, which divides most batches. Raises
+    UsageError if the micro-batches do not divide the batch evenly, or do not suit the schedule.
     """
     number = micro_batches or (2 * processes * chunks if chunks > 1 else 2 ** math.ceil(math.log2(2 * processes)))
     if batch_size % number:
@@ -70,7 +70,7 @@ def split_batch(batch_size: int, micro_batches: int | None, processes: int, chun
 
 
 def create_group(device: torch.device) -> Any:
-    """Return the group through which stages send, or None for the default group; raise UsageError for gloo on a GPU.
+    """Return the group in which stages send, or None for the default group; raise UsageError for gloo on a GPU.
 
     All processes must call this.
     """
@@ -82,7 +82,7 @@ def create_group(device: torch.device) -> Any:
 def peer_backend(backend: str, available: Collection[str]) -> str | None:
     """Return the backend for messages between two stages if a better one than the default group's is `available`.
 
-    With nccl, messages to all peers wait in one queue; nccl-lazy has a communicator and a stream for each peer. So
-    torch 2.15 warns of nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).
+    With nccl, messages to all peers share one queue; nccl-lazy has a communicator and a stream for each peer. So torch
+    2.15 warns about nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).
     """
     return "nccl-lazy" if backend in ("nccl", "nccl2") and "nccl-lazy" in available else None

@@ -33,9 +33,9 @@ def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
 class WarmUp:
     """Raises the learning rate linearly over the first `updates` updates of an optimizer, to the scheduler's rate.
 
-    Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. Only the step itself sees the reduced rate: the
-    scheduler and checkpoints see the full one. `factor` is the share of the rate that the last update used. Resumes
-    from its `state_dict()`.
+    See Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. Only the step itself sees the reduced rate:
+    the scheduler and checkpoints see the full one. `factor` is the fraction of the rate that the last update used. A
+    resumed run restores the `state_dict()`.
     """
 
     def __init__(self, optimizer: Optimizer, updates: int) -> None:
@@ -68,12 +68,12 @@ class WarmUp:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each block of a model by itself, so that equal blocks compile only once.
+    """Compile each block of a model separately, so that equal blocks compile only once.
 
     By default, Dynamo splits a graph where DDP's buckets end, so that DDP sends their gradients earlier
     (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP sends gradients
-    between blocks. Dynamo counts the graphs of all blocks of one class together. The limit of 8, after which it stops
-    compiling them, is too low for a ResNet: eight kinds of blocks, each in training and in evaluation.
+    between blocks. Dynamo counts the graphs of all blocks of one class together and stops compiling them after 8. A
+    ResNet needs more: it has eight kinds of blocks, each compiled for training and for evaluation.
     """
     from torch._dynamo import config
 
@@ -95,7 +95,7 @@ def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
 
 
 def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: bool) -> None:
-    """Let DDP send smaller gradients: "bf16" halves them, "powersgd" sends low-rank approximations, None sends all.
+    """Make DDP send smaller gradients: "bf16" halves them, "powersgd" sends low-rank approximations, None does nothing.
 
     PowerSGD (https://arxiv.org/abs/1905.13727) adds its error, the part that it did not send, to the next gradient.
     Checkpoints do not contain this error, so a resumed run differs from an uninterrupted one. After a `scaled` loss
@@ -111,7 +111,7 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
     if kind == "bf16":
         try:
             parallel_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        except TypeError:  # in builds of torch for CPUs only and for macOS
+        except TypeError:  # raised by builds of torch for CPUs only and for macOS
             raise UsageError("--compress bf16: this build of torch has neither NCCL nor XCCL, which torch's hook "
                              "requires; use --compress powersgd") from None
     else:  # the first ten steps send full gradients: early gradients change too fast
@@ -122,8 +122,8 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
 def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -> None:
     """Write a Chrome trace of optimizer steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, also memory-RANK.pickle.
 
-    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. The trace names
-    enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:, and Optimizer.step.
+    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. Names in the
+    trace: enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:, Optimizer.step.
     """
     def export(profiler: profile) -> None:
         profiler.export_chrome_trace(str(folder / f"trace-{rank}.json"))

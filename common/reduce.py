@@ -11,19 +11,19 @@ from torch.torch_version import TorchVersion
 from . import devices, launch
 from .errors import UsageError
 
-# An argument of DDP, renamed in torch 2.13: do not broadcast rank 0's buffers in each forward pass
+# An argument of DDP, renamed in torch 2.13, that turns off the broadcast of rank 0's buffers in each forward pass
 OWN_BUFFERS = {"forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers": False}
 
 _stores: list[dist.Store] = []  # keeps the store alive: rank 0 may serve it
 
 
 def get_rank() -> int:
-    """Return this process's rank among the processes of the launch on all nodes."""
+    """Return this process's rank among all processes of the launch, on all nodes."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the launch on all nodes."""
+    """Return the number of processes of the launch, on all nodes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -79,8 +79,8 @@ def exact_share(batch_size: int, world_size: int) -> int:
 def choose_backend(name: str | None, device: str | torch.device) -> str:
     """Return the communication backend: `name`, or by default the device's own (nccl on CUDA, gloo on a CPU).
 
-    If torch lacks that default, or if two processes share a device, it is gloo, and the main process prints that. NCCL
-    rejects a second rank on a GPU ("Duplicate GPU detected" in src/init.cc of github.com/NVIDIA/nccl). Raises
+    If torch lacks that default, or if two processes share a device, the default is gloo, and the main process says so.
+    NCCL rejects a second rank on a GPU ("Duplicate GPU detected" in src/init.cc of github.com/NVIDIA/nccl). Raises
     UsageError if this build of torch lacks the backend `name`, or if it does not work on the device.
     """
     device = torch.device(device)
@@ -96,9 +96,9 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
                  takes: Mapping[str, Collection[str]], shared: Callable[[], bool], torch_version: str) -> str:
     """Return the backend for --backend `name` on a `device_type` whose own backend is `default`; see choose_backend.
 
-    `is_available(name)` says whether torch has a backend, and `takes[name]` lists the device types that it supports.
-    `shared()`, called only if gloo could help, says whether two processes share a device. Before torch 2.11, gloo
-    could corrupt the gradients that DDP sends from a GPU (github.com/pytorch/pytorch/pull/170812): raises UsageError.
+    `is_available(name)` returns whether torch has a backend, and `takes[name]` lists the device types that it supports.
+    `shared()`, called only if gloo could help, returns whether two processes share a device. Raises UsageError for gloo
+    on CUDA before torch 2.11, which could corrupt DDP's gradients (github.com/pytorch/pytorch/pull/170812).
     """
     backend = name or default
     if name is None:
@@ -117,8 +117,8 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
     """Return whether two processes of the launch pass the same device `identity`; every process must call it.
 
-    It runs before the group exists, and only for launches on one host. On several hosts, torchrun's agents count
-    restarts differently. If processes share a device there, pass --backend gloo.
+    It runs before the group exists. On several hosts, whose torchrun agents count restarts differently, it returns
+    False: if processes share a device there, pass --backend gloo.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():

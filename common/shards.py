@@ -1,7 +1,7 @@
-"""Tensors that this process holds in part or not at all: gather them for a file, take its shard, fill a model.
+"""Tensors of which this process has only a shard, or nothing: gather them for a file, load a shard, fill a model.
 
-Some are DTensors: each process holds a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its children). Others
-are on the meta device, without data, because another process holds them (pipelines: `train_PP.py`).
+Some are DTensors: each process has a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its children). Others
+are on the meta device, without data, because another process has them (pipelines: `train_PP.py`).
 """
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 def grid(replicas: int, device: torch.device) -> dict[str, Any]:
-    """Return the shape and the names of FSDP2's mesh for init_device_mesh(); raise UsageError if it is uneven.
+    """Return the shape and dimension names of FSDP2's mesh for init_device_mesh(); raise UsageError if it is uneven.
 
-    One replica has one dimension: with two, each unit would also all-reduce its gradients within groups of one rank,
-    and torch warns that NCCL's average may be wrong there (_get_gradient_divide_factors in _fsdp_collectives.py).
+    For one replica, the mesh has one dimension. With two, each unit would also all-reduce its gradients in groups of
+    one rank, and torch warns that NCCL's average may be wrong there (_get_gradient_divide_factors in
+    _fsdp_collectives.py).
     """
     reject_gloo(dist.get_backend(), device.type)
     shape = divide("--replicas", replicas)
@@ -36,7 +37,7 @@ def grid(replicas: int, device: torch.device) -> dict[str, Any]:
 
 
 def divide(option: str, parts: int) -> tuple[int, int]:
-    """Return a mesh shape (parts, processes / parts); raise UsageError, naming `option`, if `parts` is no divisor."""
+    """Return the mesh shape (parts, processes / parts); raise UsageError, naming `option`, if it is not integers."""
     end_at_once()
     world_size = get_world_size()
     if world_size % parts:
@@ -45,10 +46,10 @@ def divide(option: str, parts: int) -> tuple[int, int]:
 
 
 def reject_gloo(backend: str, device_type: str) -> None:
-    """Raise UsageError for the `backend` gloo and any device but a CPU.
+    """Raise UsageError if the `backend` is gloo and the device is not a CPU.
 
-    gloo would read a GPU's memory as if it were the host's to send it (ProcessGroupGloo.cpp: send and recv pass the
-    tensor's own address), and has no all-gather into one tensor on CUDA (github.com/pytorch/pytorch/issues/152645).
+    To send, gloo would read a GPU's memory as if it were host memory (ProcessGroupGloo.cpp: send and recv pass the
+    tensor's own address). It has no all-gather into one tensor on CUDA (github.com/pytorch/pytorch/issues/152645).
     """
     if backend == "gloo" and device_type != "cpu":
         raise UsageError(f"gloo cannot split a model over {device_type} devices: start at most one process per device, "
@@ -56,7 +57,7 @@ def reject_gloo(backend: str, device_type: str) -> None:
 
 
 def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield the blocks for FSDP2 to shard, and whether to free their weights after the forward pass if `reshard`.
+    """Yield each block that FSDP2 shards, and whether to free its weights after the forward pass: only if `reshard`.
 
     A block with less than a tenth of the largest block's parameters, such as a stem or a classifier, stays in the
     root's unit: small messages cost mostly latency. The last block keeps its weights, because backward starts with it.
@@ -68,18 +69,18 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
 
 
 def channels_last(model: nn.Module, inputs: tuple) -> tuple:
-    """Return a model's inputs with images in channels-last layout, the fastest for convolutions: a forward pre-hook.
+    """A forward pre-hook: return a model's inputs with images in channels-last layout, the fastest for convolutions.
 
-    The weights stay contiguous: FSDP2 rejects others.
+    The weights stay contiguous, because FSDP2 rejects other layouts.
     """
     return tuple(value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value for value in inputs)
 
 
 def sum_gradients(model: nn.Module) -> nn.Module:
-    """Let each of FSDP2's units in `model` sum gradients and divide the sums, and return `model`.
+    """Make each FSDP2 unit in `model` sum the gradients and divide the sums; return `model`.
 
-    Otherwise, the backend averages, which some do wrongly (github.com/intel/torch-xpu-ops/issues/3020). Older versions
-    of torch cannot change this.
+    Otherwise, the backend computes the average, and some backends get it wrong
+    (github.com/intel/torch-xpu-ops/issues/3020). Older versions of torch do not have this setting.
     """
     for unit in model.modules():
         if hasattr(unit, "set_force_sum_reduction_for_comms"):
@@ -106,7 +107,7 @@ class EvenShare(Sampler):
 
 
 def is_sharded(value: Any) -> "TypeGuard[DTensor]":
-    """Return whether `value` is a DTensor, without importing the class: that takes half a second."""
+    """Return whether `value` is a DTensor, without importing the class, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -115,8 +116,8 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     """Return `content`, a nested dict, with full tensors on the CPU on rank 0, and an empty dict on other ranks.
 
     If any tensor is sharded or on the meta device, all processes must call this. It gathers one tensor at a time: a
-    device holds at most one full tensor, and rank 0's host memory holds all of them. Without such tensors, the result
-    is `content` itself.
+    device needs memory for one full tensor, and rank 0's host for all of them. Without such tensors, the result is
+    `content` itself.
     """
     mine = dict(flatten(content))
     if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
@@ -132,7 +133,7 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(content: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
-    """Yield (keys, value) for each value in nested dicts; an empty dict is a value."""
+    """Yield (keys, value) for each value in nested dicts; an empty dict counts as a value."""
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, (*path, key))
@@ -141,7 +142,7 @@ def flatten(content: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
 
 
 def nest(flat: Mapping[tuple, Any]) -> dict[str, Any]:
-    """Return the nested dict that flatten() took apart."""
+    """Undo flatten(): return the nested dict."""
     result: dict = {}
     for path, value in flat.items():
         place = result
@@ -157,7 +158,7 @@ def _outline(value: Any) -> Any:
 
 
 def _unshard(value: "DTensor") -> Tensor | None:
-    """Return the full tensor to rank 0, on the CPU; all ranks must call this."""
+    """Return the full tensor, on the CPU, on rank 0, and None on other ranks; all ranks must call this."""
     from torch.distributed.tensor import Replicate
 
     placements = list(value.placements)
@@ -168,7 +169,7 @@ def _unshard(value: "DTensor") -> Tensor | None:
 
 
 def _fetch(value: Any, owner: int, outline: Any) -> Any:
-    """Return a tensor to rank 0, from the rank that owns it; all ranks must call this."""
+    """Send a tensor from the rank that owns it to rank 0, which returns it; all ranks must call this."""
     if not isinstance(outline, Tensor) or owner == 0:
         return value.cpu() if isinstance(value, Tensor) else outline
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
@@ -181,9 +182,9 @@ def _fetch(value: Any, owner: int, outline: Any) -> Any:
 
 
 def take(part: Any, saved: Any) -> Any:
-    """Return what `part`, this process's model or optimizer, holds of the full state `saved`.
+    """Return this process's share of the full state `saved` for `part`, its model or optimizer.
 
-    Every tensor is a copy: `saved` may be a file that is mapped into memory.
+    Every tensor is a copy, because `saved` may be a memory-mapped file.
     """
     if isinstance(part, nn.Module):
         own = part.state_dict()
@@ -221,7 +222,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device, held: Sequenc
     """Move a model from the meta device to `device` and fill it with its initial weights, or with shards of them.
 
     Tensors that have data keep it: load_weights() has read them. With `held`, only these parts of the model move. All
-    processes must call this. It handles one tensor at a time, and also buffers that a `state_dict` omits.
+    processes must call this. It fills one tensor at a time, including buffers that a `state_dict` omits.
     """
     loaded = {name: tensor.detach() for name, tensor in named_tensors(model) if not tensor.is_meta}
     if loaded:
@@ -249,7 +250,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
         return None
     held = [parameter for parameter in parameters if not parameter.is_meta]
     gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-    parts: dict[tuple, list[Tensor]] = {}  # keys: the process groups that hold the other shards
+    parts: dict[tuple, list[Tensor]] = {}  # keys: the process groups that have the other shards
     for gradient in gradients:
         groups: tuple = ()
         if is_sharded(gradient):

@@ -33,7 +33,7 @@ def _note(numbers: set[signal.Signals]) -> None:
 def shield_worker(worker_id: int) -> None:
     """Do what `tie_worker` does, and accept SIGTERM only from the training process.
 
-    Schedulers signal every process of a job. If a worker exited then, the epoch would fail before it is saved.
+    Schedulers signal every process of a job. If a worker exited then, the epoch would fail before the run can save it.
     """
     tie_worker(worker_id)
     if sys.platform == "linux":

@@ -17,7 +17,7 @@ def serve_store(host: str, port: int, nodes: int, node_rank: int = 0) -> tuple[d
     if node_rank >= nodes:
         raise UsageError(f"--node-rank {node_rank}: the {nodes} node(s) of --nnodes have the numbers 0 to {nodes - 1}")
     if nodes > 1 and not port:
-        raise UsageError(f"--nnodes {nodes}: the other hosts cannot guess the port; name one with --port")
+        raise UsageError(f"--nnodes {nodes}: the other hosts cannot guess the port; choose one with --port")
     if node_rank:
         return None, port
     try:

@@ -20,9 +20,9 @@ ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=
 
 
 def grid(size: int | None, device: torch.device) -> dict[str, Any]:
-    """Return the shape and the names of a mesh of tensor groups for init_device_mesh(): ("data", "tensor").
+    """Return the shape and the dimension names, ("data", "tensor"), of a mesh of tensor groups for init_device_mesh().
 
-    A group has `size` processes, by default 2, or 1 if their number is odd. Raises UsageError if the groups are uneven.
+    A group has `size` processes: by default 2, or 1 if the world size is odd. Raises UsageError for uneven groups.
     """
     shards.reject_gloo(dist.get_backend(), device.type)
     size, groups = shards.divide("--tensor-parallel", size or 2 - dist.get_world_size() % 2)
@@ -30,11 +30,11 @@ def grid(size: int | None, device: torch.device) -> dict[str, Any]:
 
 
 def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
-    """Return the entries of `plan` that match layers of `model`; the "tensor" side of the mesh `grid` splits them.
+    """Return the entries of `plan` that match layers of `model`; the mesh `grid` splits them along "tensor".
 
     Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly. It
-    also rejects several groups with an old torch: their shards are strided, and torch 2.9.1 saves the wrong momentum
-    for them; 2.14.1 does not.
+    also rejects several groups with an old torch: their shards are strided, and torch 2.9.1 saves wrong momentum for
+    them; 2.14.1 does not.
     """
     size, found = grid["tensor"].size(), {}
     if 1 < size < grid.size() and TorchVersion(torch.__version__) < "2.14":
@@ -57,10 +57,10 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
 
 @torch.no_grad()
 def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh") -> None:
-    """Copy the weights and the optimizer state that a tensor group does not split from its first process to the others.
+    """In each tensor group, copy the unsplit weights and optimizer state from the first process to the others.
 
-    All processes compute the same values, but a device may sum in another order each time. `mesh` is `grid["tensor"]`.
-    All processes must call this.
+    All processes compute the same values, but a device may sum in a different order each time. `mesh` is
+    `grid["tensor"]`. All processes must call this.
     """
     name, = mesh.mesh_dim_names or ("",)
     values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]

@@ -7,7 +7,7 @@ SIZES = {"vit": (64, 4, 4), "vit_base": (768, 12, 12)}  # width, blocks, heads
 
 
 class Attention(nn.Module):
-    """Self-attention (N, T, width) -> (N, T, width), with three linear layers for the queries, keys and values.
+    """Self-attention over tokens (N, T, width), with three linear layers for the queries, keys and values.
 
     torchvision's attention packs the three into one weight, which no plan of parallelize_module can split between
     heads. The number of heads in `view` is -1: under tensor parallelism, a process computes only some of them.
@@ -73,7 +73,7 @@ class ViT(nn.Module):
     """A vision transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) that averages its tokens.
 
     The mean replaces the paper's class token (Beyer et al. 2022, arXiv:2205.01580). `size` is one of SIZES; "vit_base"
-    has the paper's ViT-B/16 blocks. The input is normalized images (N, C, H, W), the output logits (N, num_classes).
+    has the paper's ViT-B/16 blocks. The model maps normalized images (N, C, H, W) to logits (N, num_classes).
     """
 
     def __init__(self, size: str, num_classes: int, image_shape: tuple[int, ...]) -> None:

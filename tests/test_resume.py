@@ -1,4 +1,4 @@
-"""README's first run, in float32: it learns, it resumes, a failure spares what it saved, its weights go elsewhere."""
+"""README's first run, in float32: it learns and resumes; failures keep its checkpoints; other scripts load them."""
 import json
 import re
 import shutil
@@ -12,7 +12,7 @@ README = [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"]
 
 @pytest.fixture(scope="module")
 def finished(once):
-    """Run README's first command, which also keeps its eighth epoch, in a copy; return (output folder, result)."""
+    """Run README's first command in a copy, and also keep its eighth epoch; return (output folder, result)."""
     folder, result = once("readme", lambda folder: run(*README, "--save-every", "8",
                                                        cwd=copy_out("train_DDP.py", folder / "copy").parent))
     return folder / "copy/runs", result
@@ -34,7 +34,7 @@ def test_a_resumed_run_of_two_processes_ends_bit_for_bit(finished, tmp_path):
 
 
 def test_one_process_measures_what_two_reported(finished):
-    """The script copied out, started by plain `python`."""
+    """A copy of the script outside the repository is started by plain `python`."""
     folder, result = finished
     said = good(run(PYTHON, "train_DDP.py", "--evaluate", "--resume", "auto", cwd=folder.parent)).out
     reported = epochs(result.out)[-1]
@@ -84,14 +84,14 @@ def test_a_save_that_breaks_off_spares_what_was_saved(finished, tmp_path):
 
 @pytest.mark.drill
 def test_weights_that_fit_are_taken_and_the_others_listed(finished, photos, tmp_path):
-    """From digits (1 channel, 10 classes) to photos (3 channels, 3 classes): the layers between are taken."""
+    """From digits (1 channel, 10 classes) to photos (3 channels, 3 classes), the layers in between are loaded."""
     result = good(run(PYTHON, "train_DDP.py", "--weights", finished[0] / "best.pt", "--dataset", "folder",
                       "--data-path", photos, "--batch-size", "12", "--epochs", "1", "--freeze-layers",
                       "--output-dir", tmp_path))
     said = result.out.splitlines()[0]
     weights, start = load(tmp_path / "last.pt")["model"], load(finished[0] / "best.pt")["model"]
     taken = [name for name in weights if weights[name].shape == start[name].shape]
-    assert f"loaded {len(taken)} of {len(weights)} tensors; of another shape: " in said
+    assert f"loaded {len(taken)} of {len(weights)} tensors; of a different shape: " in said
     assert all((weights[name] == start[name]).all() for name in taken) and "features.3.weight" in taken
     assert "195 of " in result.out.splitlines()[1]  # 64 x 3 + 3: the classifier alone is trained
     assert json.loads((tmp_path / "class_indices.json").read_text()) == {"0": "ash", "1": "beech", "2": "cedar"}

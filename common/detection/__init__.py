@@ -1,1 +1,1 @@
-"""Object detection: what only `train_yolov3.py` and its children use."""
+"""Object detection, for `train_yolov3.py` and its children."""

@@ -28,7 +28,7 @@ from ..images import decode
 from ..reduce import is_main_process
 
 DATASETS = ["scenes", "lines", "coco", "voc"]
-GRAY = 128  # level of the bars around a letterboxed image, as in the authors' darknet
+GRAY = 128  # gray level of the bars around a letterboxed image, as in the authors' darknet
 SIDE = 96  # height and width of a scene, in pixels
 INK = 96  # a digit's box encloses its pixels of at least this level
 
@@ -36,9 +36,9 @@ INK = 96  # a digit's box encloses its pixels of at least this level
 def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> tuple[Any, Any]:
     """Return the training and validation sets of `name`, one of DATASETS, with images of `image_size` pixels.
 
-    The folder `path` holds these files, where PART is train or val:
+    The folder `path` contains these files, where PART is train or val:
 
-    - "lines": PART.txt has a line `image x1,y1,x2,y2,class x1,y1,...` for each image, relative to the folder.
+    - "lines": PART.txt, with a line `image x1,y1,x2,y2,class x1,y1,...` per image; its path is relative to the folder.
     - "coco": annotations/instances_PART*.json, and images in the folder PART* of the same name.
     - "voc": names in ImageSets/Main/PART.txt, Annotations/NAME.xml, and images in JPEGImages.
 
@@ -60,14 +60,14 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
 
 
 class BoxDataset:
-    """The base class. Its subclasses' `_read` returns an image (3, S, S) and its rows (m, 5): class, x1, y1, x2, y2."""
+    """Base class: `_read` of a subclass returns an image (3, S, S) and its rows (m, 5): class, x1, y1, x2, y2."""
 
     _read: Callable[[int], tuple[Tensor, Tensor]]
 
     def __init__(self, count: int, classes: list[str], image_size: int, seed: int, train: bool) -> None:
         self.count, self.classes, self.num_classes = count, classes, len(classes)
         self.image_size, self.seed, self.train = image_size, seed, train
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # shared: workers stay alive between epochs
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers stay alive and read each new epoch
 
     def __len__(self) -> int:
         return self.count
@@ -93,7 +93,7 @@ class Scenes(BoxDataset):
     training, a scene depends only on `(seed, epoch, index)`; in validation, only on `index`.
     """
 
-    most_workers = 0  # not needed: one core draws 1,500 scenes/s
+    most_workers = 0  # no workers needed: one core draws 1,500 scenes/s
 
     def __init__(self, images: Tensor, labels: Tensor, count: int, image_size: int, seed: int, train: bool) -> None:
         super().__init__(count, [str(digit) for digit in range(10)], image_size, seed, train)
@@ -174,7 +174,7 @@ def letterbox(image: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: list) -> tuple[Path, np.ndarray]:
-    """Check an image and its `objects`, (class, ignored, *box) as in the file; return its rows `float32` (m, 5)."""
+    """Check an image and its `objects`, each (class, ignored, *box); return the path and the rows, `float32` (m, 5)."""
     if not image.is_file():
         raise UsageError(f"{where}: no image {image}; correct the name or add the file")
     rows = np.zeros((len(objects), 5))
@@ -187,7 +187,7 @@ def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: 
         if label not in index:
             raise UsageError(f"{where}: class {label} is unknown; correct it, or add it to classes.txt or categories")
         if name == "coco":
-            row[3:] += row[1:3]  # x, y, width, height
+            row[3:] += row[1:3]  # COCO's boxes are x, y, width, height
         elif name == "voc":
             row[1:3] -= 1  # VOC counts from 1, and includes the last pixel
         if not (row[1:3] < row[3:]).all():
@@ -211,7 +211,7 @@ def _classes(folder: Path, default: Iterable[Any]) -> list[str]:
 def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     file, samples = folder / f"{part}.txt", []
     for number, line in enumerate(_read(file), 1):
-        # A path may contain spaces: the boxes are the last words that hold only numbers and commas
+        # A path may contain spaces: the boxes are the last words, which consist only of numbers and commas
         image, *boxes = re.split(r"\s+(?=(?:[-+.\deE]*,[-+.\deE,]*(?:\s+|$))+$)", line.strip())
         objects = [(label, False, *corners) for *corners, label in (box.split(",") for box in boxes)]
         samples += [(folder / image, f"{file}, line {number}", objects)] if image else []
@@ -264,7 +264,7 @@ def anchors(train_set: Any) -> Tensor:
     """Return 9 anchors, widths and heights (9, 2) in pixels, smallest area first: k-means over the training boxes.
 
     The distance is 1 - IoU of two boxes with the same center (YOLO9000, arXiv:1612.08242, section 2). The boxes are
-    those of at most 1,024 evenly spaced samples, as the network sees them. Raises UsageError if they have none.
+    those of at most 1,024 evenly spaced samples, as the network sees them. Raises UsageError if there are none.
     """
     indices = torch.linspace(0, len(train_set) - 1, min(1024, len(train_set))).long().tolist()
     labels = torch.cat([train_set[index][1] for index in indices]).double()
@@ -272,7 +272,7 @@ def anchors(train_set: Any) -> Tensor:
     if not len(sizes):
         raise UsageError(f"{len(indices)} evenly spaced training images have no boxes; check --data-path")
     sizes = sizes[sizes.prod(1).argsort()]
-    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # medians of nine equal parts: needs no seed
+    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # medians of nine equal parts: no seed needed
     for _ in range(50):  # on the scenes, it converges in 17 iterations
         width, height = (torch.minimum(sizes[:, None, side], centers[:, side]) for side in (0, 1))
         nearest = (width * height / (sizes.prod(1)[:, None] + centers.prod(1) - width * height)).argmax(1)
@@ -288,7 +288,7 @@ def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch at a random multiple of 32, drawn every 10 steps and the same on all processes.
+    """Return the batch at a random size, a multiple of 32 that changes every 10 steps and is equal on all processes.
 
     YOLO9000 (arXiv:1612.08242, section 2) draws it from 320 to 608 for size 416; other sizes use the same ratios.
     """
@@ -298,7 +298,7 @@ def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) ->
 
 
 def count_boxes(labels: Tensor, num_classes: int) -> Tensor:
-    """Return the number of boxes per class, `int64` (num_classes,), without the regions to ignore."""
+    """Return the number of boxes per class, `int64` (num_classes,), excluding regions to ignore."""
     classes = labels[:, 1].long()
     return torch.bincount(classes[classes >= 0], minlength=num_classes)
 
@@ -312,9 +312,9 @@ def save_preview(path: str | Path, dataset: Any) -> None:
 
 @torch.inference_mode()
 def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Tensor]) -> None:
-    """Write the first 16 images of a dataset to a PNG: true boxes in green, those that `find` returns in red.
+    """Write the first 16 images of a dataset to a PNG, with true boxes in green and the detections of `find` in red.
 
-    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). It omits scores below 0.3.
+    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). Those with scores below 0.3 are not drawn.
     """
     images, labels = dataset.__getitems__(range(min(16, len(dataset))))
     found = find(images).cpu()

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of IoU
+THRESHOLDS = np.linspace(0.5, 0.95, 10)  # IoU thresholds
 RECALLS = np.linspace(0, 1, 101)
-BITS = 2 ** np.arange(20)  # of a result: right at each threshold, then ignored at each
+BITS = 2 ** np.arange(20)  # the bits of a result: correct at each threshold, then ignored at each
 
 
 def match(detections: Tensor, labels: Tensor) -> Tensor:
@@ -19,10 +19,10 @@ def match(detections: Tensor, labels: Tensor) -> Tensor:
 
     `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, the detections take
     their boxes in order of descending score. Each takes the free box of its class with the highest IoU, if that reaches
-    the threshold. Bit t of the result says whether it is right at threshold t. Bit 10 + t says that it does not count
-    there: it took no box, but at least the threshold's share of its area lies in a region to ignore. Several detections
-    can lie in the same region. Rows that count at no threshold are omitted. These are the rules of COCOeval in
-    pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
+    the threshold. Bit t of the result is set if the detection is correct at threshold t. Bit 10 + t is set if it does
+    not count there: it took no box, and at least that fraction of its area lies in a region to ignore. Several
+    detections can lie in the same region. Rows that count at no threshold are omitted. These are the rules of COCOeval
+    in pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
     """
     found, true = (part.detach().cpu().double().numpy() for part in (detections, labels))
     found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # the same order for any input order
@@ -40,7 +40,7 @@ def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> No
     ignored = true[:, 1] < 0
     area, true_area = (found[:, 3:5] - found[:, 1:3]).prod(1)[:, None], (true[:, 4:] - true[:, 2:4]).prod(1)
     starts, ends = np.maximum(found[:, None, 1:3], true[:, 2:4]), np.minimum(found[:, None, 3:5], true[:, 4:])
-    shared = (ends - starts).clip(0).prod(2)  # torchvision's box_iou does not return it, and regions need it
+    shared = (ends - starts).clip(0).prod(2)  # torchvision's box_iou does not return this area, which regions need
     iou = shared / np.maximum(np.where(ignored, area, area + true_area - shared), np.finfo(float).tiny)
     iou[found[:, 6:] != np.where(ignored, -1 - true[:, 1], true[:, 1])] = 0
     free = np.tile(~ignored, (10, 1))
@@ -68,9 +68,9 @@ def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, 
 
 
 def _precision(results: np.ndarray, count: int) -> np.ndarray:
-    """Return the average precision of a class with `count` boxes at each threshold, (10,)."""
+    """Return the average precision, shape (10,), of a class with `count` boxes at each threshold."""
     right, ignored = np.split((results[:, None] & BITS) > 0, 2, axis=1)
     hits, misses = right.cumsum(0), (~right & ~ignored).cumsum(0)
-    precision = np.maximum.accumulate((hits / np.maximum(hits + misses, 1))[::-1])[::-1]  # at this recall or above
-    precision = np.append(precision, np.zeros((1, 10)), 0)  # for recalls that are not reached
+    precision = np.maximum.accumulate((hits / np.maximum(hits + misses, 1))[::-1])[::-1]  # best at this recall or above
+    precision = np.append(precision, np.zeros((1, 10)), 0)  # 0 for recalls that are not reached
     return np.array([precision[np.searchsorted(hits[:, t] / count, RECALLS), t].mean() for t in range(10)])

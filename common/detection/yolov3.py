@@ -21,8 +21,8 @@ from ..reduce import is_main_process
 MODELS = ["tiny", "tiny-bn", "yolov3"]
 STRIDES = (8, 16, 32)  # pixels per cell; three anchors each, the smallest at stride 8
 ANCHORS = ((10, 13), (16, 30), (33, 23), (30, 61), (62, 45), (59, 119), (116, 90), (156, 198), (373, 326))  # for COCO
-BOX_WEIGHT, OBJECT_WEIGHT, CLASS_WEIGHT = 5.0, 1.0, 5.0  # of the loss's terms: "tiny" learns the classes last
-MOST_IOUS = 2 ** 21  # how many the loss computes at once: limits its memory to about 150 MB
+BOX_WEIGHT, OBJECT_WEIGHT, CLASS_WEIGHT = 5.0, 1.0, 5.0  # weights of the loss's terms: "tiny" learns the classes last
+MOST_IOUS = 2 ** 21  # how many IoUs the loss computes at once: limits its memory to about 150 MB
 Norm = Callable[[int], nn.Module]
 Outputs = tuple[tuple[Tensor, ...], Tensor]
 
@@ -43,7 +43,7 @@ class Backbone(nn.Module):
     """Darknet-53 (section 2.4): a first layer of `width` channels, then stages of `depths` residual blocks.
 
     Each stage halves the height and width and doubles the channels. With four stages instead of five, the first layer
-    also halves them. Returns the outputs of the last three stages: strides 8, 16 and 32.
+    also halves the height and width. Returns the outputs of the last three stages, at strides 8, 16 and 32.
     """
 
     def __init__(self, depths: Sequence[int], width: int, norm: Norm) -> None:
@@ -100,8 +100,8 @@ class YOLOv3(nn.Module):
 def create_model(name: str, num_classes: int, anchors: Tensor) -> YOLOv3:
     """Return the network `name` (one of MODELS) with `anchors` (9, 2) in pixels, smallest area first.
 
-    "yolov3" is the paper's. "tiny", for small images on a CPU, has GroupNorm (Wu & He 2018, arXiv:1803.08494), so that
-    processes can share a batch without changing its gradient. "tiny-bn" has BatchNorm.
+    "yolov3" is the paper's network. "tiny", for small images on a CPU, has GroupNorm (Wu & He 2018, arXiv:1803.08494),
+    so that processes can share a batch without changing its gradient. "tiny-bn" is "tiny" with BatchNorm.
     """
     if name == "yolov3":
         return YOLOv3(num_classes, anchors, (1, 2, 8, 8, 4), 32, 3, nn.BatchNorm2d)
@@ -139,9 +139,9 @@ def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
     common = torch.minimum(shapes, anchors).prod(2)
     anchor = (common / (shapes.prod(2) + anchors.prod(1) - common)).argmax(1)
     stride = STRIDES[0] * 2 ** (anchor // 3)
-    cells = size // stride  # per row
+    cells = size // stride  # cells per row
     x, y = ((boxes[:, :2] + boxes[:, 2:]) / 2 / stride[:, None]).long().unbind(1)
-    x, y = (cell.clamp(min=0).minimum(cells - 1) for cell in (x, y))  # a center may be on the border
+    x, y = (cell.clamp(min=0).minimum(cells - 1) for cell in (x, y))  # a center may be on the image's border
     before = 4 * ((size // STRIDES[0]) ** 2 - cells ** 2)  # places of the smaller strides: a geometric series
     return before + (y * cells + x) * 3 + anchor % 3
 
@@ -149,11 +149,11 @@ def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
 def loss(outputs: Outputs, labels: Tensor) -> Tensor:
     """Return the SUM of the loss over the boxes of a batch; `labels` has the shape (M, 6), where M may be 0.
 
-    It has three terms: for each box, for each class of a box (classes need not exclude each other), and for the
-    objectness of all places. A place without a box does not count if its prediction has an IoU above 0.5 with a box or
-    an ignored region of its image. Differences from section 2.1: the overlap is the prediction's, as in the authors'
-    program, not its anchor's; the box term is the complete IoU loss (Zheng et al. 2019, arXiv:1911.08287) instead of
-    squared errors; and the terms have weights.
+    It has three terms: one for each box, one for each class of each box (a box may have several classes), and one for
+    the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with a
+    box or an ignored region of its image. Differences from section 2.1: the overlap is the prediction's, as in the
+    authors' program, not its anchor's; the box term is the complete IoU loss (Zheng et al. 2019, arXiv:1911.08287)
+    instead of squared errors; and the terms have weights.
     """
     predictions, places = _flatten(outputs)
     labels = labels.to(predictions.dtype)
@@ -169,7 +169,7 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
     positive = torch.zeros_like(overlaps).index_put_((image, place), real, accumulate=True).clamp(max=1)
     counted = torch.where(overlaps > 0, positive, 1)
     bce = F.binary_cross_entropy_with_logits
-    own = predictions[image, place]  # of each box; two may share a place
+    own = predictions[image, place]  # the prediction for each box; two boxes may share a place
     targets = F.one_hot(classes.clamp(min=0), own.shape[1] - 5).to(own.dtype)
     return (BOX_WEIGHT * (complete_box_iou_loss(_decode(own, places[place]), boxes) * real).sum()
             + OBJECT_WEIGHT * bce(predictions[..., 4], positive, counted, reduction="sum")
@@ -239,7 +239,7 @@ def load_weights(model: YOLOv3, path: str) -> None:
 
 
 def save_weights(model: YOLOv3, path: str) -> None:
-    """Write the model in the authors' format, and its anchors, which their cfg must list, to `path`.anchors."""
+    """Write the model to `path` in the authors' format, and its anchors, for their cfg file, to `path`.anchors."""
     parts = [np.array([0, 2, 0, 0, 0], "<i4")]  # version 0.2.0, 0 images seen
     parts += [tensor.numpy(force=True).astype("<f4") for tensor in _tensors(model)]
     try:
@@ -250,10 +250,10 @@ def save_weights(model: YOLOv3, path: str) -> None:
 
 
 def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable[[int], float]:
-    """Return the learning-rate factor by epoch, from 0. Its closed form makes resumes exact.
+    """Return a function of the epoch, from 0: the learning-rate factor. Its closed form makes resumes exact.
 
-    It rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies it by `lrf` ** 0.5 at 80 %
-    and 90 % of the epochs. With `lrf` 0.01, this factor is 0.1, as in the authors' cfg.
+    It rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies the rate by `lrf` ** 0.5 at
+    80 % and 90 % of the epochs: by 0.1 if `lrf` is 0.01, as in the authors' cfg.
     """
     cosine = models.cosine(epochs, lrf)
     rate = {"cosine": cosine, "step": lambda n: lrf ** (((n >= 0.8 * epochs) + (n >= 0.9 * epochs)) / 2)}[name]

@@ -1,1 +1,1 @@
-"""Pairs of images: what only `loader.py` and its children use."""
+"""Pairs of images, for `loader.py` and its children."""

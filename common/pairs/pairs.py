@@ -1,7 +1,7 @@
 """Pairs of images, for all loaders: find and check them, choose their crops, show them, and make samples.
 
-A set of pairs is DATA/SPLIT/IMG_DIR/SUBDIR/NAME.jpg|png|webp and DATA/SPLIT/GT_DIR/SUBDIR/NAME.jpg|png|webp, with
-subfolders of any depth or none. Images are RGB and turned upright by their EXIF orientation.
+A pair is two files, DATA/SPLIT/IMG_DIR/SUBDIR/NAME.jpg|png|webp and DATA/SPLIT/GT_DIR/SUBDIR/NAME.jpg|png|webp, with
+subfolders of any depth or none. Images are converted to RGB and turned upright according to their EXIF orientation.
 """
 import math
 import os
@@ -22,7 +22,7 @@ from torchvision.utils import make_grid
 
 from ..errors import ProcessError, UsageError, reason
 from ..images import EXTENSIONS, decode, find_files, orientation, read
-from ..images import decode_reduced as decode_reduced  # for the loaders
+from ..images import decode_reduced as decode_reduced  # re-exported for the loaders
 from ..reduce import get_world_size
 
 SAMPLES = Path("data", "pairs")  # the default set
@@ -43,7 +43,7 @@ def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir:
     for files, others, other_dir in ((images, targets, gt_dir), (targets, images, img_dir)):
         orphans = sorted(files.keys() - others.keys())
         if orphans:
-            more = f" (like {len(orphans) - 1} more)" if len(orphans) > 1 else ""
+            more = f" (nor have {len(orphans) - 1} more)" if len(orphans) > 1 else ""
             raise UsageError(f"{files[orphans[0]]}: has no partner in {folder / other_dir}{more}")
     if not images:
         raise UsageError(f"--data-source {data_source}: no {' '.join(EXTENSIONS)} in {folder / img_dir}")
@@ -105,7 +105,7 @@ class Cuts:
 
 
 class Rest:
-    """The given sampler without its first `first` indices; the length is still that of a whole pass."""
+    """The given sampler without its first `first` indices; the length is still that of a full pass."""
 
     def __init__(self, sampler: Collection[int]) -> None:
         self.sampler, self.first = sampler, 0
@@ -118,7 +118,7 @@ class Rest:
 
 
 class Ring:
-    """Shared memory that `workers` reader processes reuse for each batch, `uint8` (2, N, 3, crop, crop).
+    """Shared memory that `workers` loader workers reuse for all batches, each `uint8` of shape (2, N, 3, crop, crop).
 
     Allocating memory for each batch would add about a fifth to the decoding time. A worker fills its slots in turn. It
     is at most two batches (DataLoader's `prefetch_factor`) ahead of the batch that the main process received last. So
@@ -141,7 +141,7 @@ class Ring:
 
 
 def whole_batches(skip: int, local_batch_size: int) -> int:
-    """Return the number of batches in `skip` pairs of all processes; raise UsageError if one would be incomplete."""
+    """Return how many batches `skip` pairs, counted over all processes, fill; raise UsageError if one is incomplete."""
     batches, rest = divmod(skip, local_batch_size * get_world_size())
     if rest or skip < 0:
         raise UsageError(f"set_epoch: {skip} pairs are not a multiple of {local_batch_size * get_world_size()}")
@@ -149,9 +149,9 @@ def whole_batches(skip: int, local_batch_size: int) -> int:
 
 
 def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
-    """Return an image file for DALI to decode, `uint8` (size,), and its upright (height, width).
+    """Return the bytes of an image for DALI to decode, `uint8` (size,), and its upright (height, width).
 
-    It is the file itself or a bitmap of its pixels (PPM): DALI 2.4 rejects GIF and WebP with EXIF, and a GPU decoder
+    They are the file itself or a bitmap of its pixels (PPM): DALI 2.4 rejects GIF and WebP with EXIF, and a GPU decoder
     may read CMYK and damaged EXIF differently. Raises ProcessError, naming the file, as `decode` does.
     """
     content, image = read(path)

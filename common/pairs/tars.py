@@ -3,7 +3,7 @@
     python -m common.pairs.tars --data-source DATA --split train --output SHARDS
 
 A set is SHARDS/SPLIT-000000.tar, SHARDS/SPLIT-000001.tar, ... and SHARDS/SPLIT.json, which lists the shards with their
-numbers of pairs. In a shard, a pair is two files in sequence: KEY.img.jpg and KEY.gt.jpg, or .png or .webp.
+numbers of pairs. In a shard, a pair is two consecutive files: KEY.img.jpg and KEY.gt.jpg, or .png or .webp.
 """
 import http.client
 import io
@@ -78,7 +78,7 @@ class Shards:
         return sum(shard.size for shard in self.shards)
 
     def read(self, shards: Sequence[Shard], first: int, stop: int) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield the pairs at the places `first` to `stop - 1` of these shards: two files each, (name, content).
+        """Yield the pairs number `first` to `stop - 1` of these shards, each as two files (name, content).
 
         Raises ProcessError, naming the shard, if it cannot be read, or has a different number of pairs.
         """
@@ -159,13 +159,13 @@ def _open(url: str) -> IO[bytes]:
 
 
 def _reason(error: Exception) -> str:
-    # webdataset appends the stream and more arguments; those of http.client hold the data that it read
+    # webdataset appends the stream and more arguments; the errors of http.client contain the data that it read
     first = str(error.args[0] if error.args and not isinstance(error, http.client.HTTPException) else error)
     return getattr(error, "strerror", None) or first.split(" @ <")[0] or type(error).__name__
 
 
 class _Download(io.RawIOBase):
-    """A file on a server, from its beginning. If the connection drops, the download resumes at the same byte."""
+    """A file on a server, as a stream. If the connection drops, the download resumes at the same byte."""
 
     def __init__(self, url: str) -> None:
         self.url, self.at, self.size = url, 0, 0
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--img-dir", default="img", help="folder of input images in the split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
     parser.add_argument("--output", metavar="SHARDS", required=True, help="folder for the shards and their list")
-    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="usual: shards of 100 MB to 1 GB")
+    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="aim for 100 MB to 1 GB a shard")
     args = parser.parse_args()
     found = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
     try:

@@ -1,4 +1,4 @@
-"""The data: how a set is split, augmented and normalised, and what the sets of pairs write."""
+"""Datasets: splits, augmentation and normalization, and the files that datasets of pairs write."""
 import os
 
 import numpy as np
@@ -30,7 +30,7 @@ def test_what_a_crop_has_beyond_the_image_is_black():
 
 
 def test_each_sample_has_crops_and_flips_of_its_own():
-    """All 81 offsets and both flips occur, none much more often than another; a pixel that marks the corner tells."""
+    """All 81 offsets and both flips occur about equally often; a marked pixel in the corner shows which."""
     count = 8100
     images = torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
     images[:, :, 10, 12] = 255  # after a crop at (top, left) it is at (14 - top, 16 - left), or mirrored
@@ -77,7 +77,7 @@ def test_normalised_pixels_have_mean_0_and_standard_deviation_1():
 
 
 class Samples:
-    """A reader's dataset: the given samples, and attributes."""
+    """A reader's own dataset, with the given samples and attributes."""
 
     def __init__(self, samples, **attributes):
         self.samples = samples
@@ -175,7 +175,7 @@ def test_workers_see_the_epoch_of_any_dataset():
 
 
 def test_each_set_has_as_many_workers_as_it_needs():
-    """Without augmentation, a set in memory needs none; files must be decoded in either case."""
+    """Without augmentation, a dataset in memory needs no workers; files must always be decoded."""
     images, labels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     free = launch.cores_per_process() - 1
     for augment, most in (True, 2), (False, 0):
@@ -222,7 +222,7 @@ def test_what_is_no_image_of_bytes_is_not_touched(inputs):
 
 
 def test_statistics_of_other_channels_are_refused():
-    """Broadcasting would make three channels of one."""
+    """Broadcasting would turn one channel into three."""
     normalize = datasets.Normalize(Samples([], mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)))
     with pytest.raises(UsageError, match="mean and std have 3 values; its images have 1 channels"):
         normalize(BYTES[:, :1])
@@ -262,8 +262,8 @@ def test_the_classes_and_the_shape_follow_from_the_dataset(dataset, found):
 
 
 @pytest.mark.parametrize(("dataset", "said"), [
-    (TensorDataset(torch.zeros(2, 3, 32, 32), TARGETS[:2]), "how many classes .* train_set.num_classes = NUMBER"),
-    (TensorDataset(INPUTS, TARGETS), r"inputs \(C, H, W\); those of this dataset are \(3,\).*# yours: the model"),
+    (TensorDataset(torch.zeros(2, 3, 32, 32), TARGETS[:2]), "number of classes; set train_set.num_classes = NUMBER"),
+    (TensorDataset(INPUTS, TARGETS), r"of shape \(C, H, W\); those of this dataset are \(3,\).*# yours: the model"),
     (Samples([(torch.zeros(32, 32, 3), 0)], classes="ab"), r"are \(32, 32, 3\); permute them"),
     (Samples([(PICTURE, 0)], classes="ab"), "PIL.Image.Image .*ToTensor"),
 ])

@@ -1,4 +1,4 @@
-"""What is split over processes, without processes: shares, stages, micro-batches, and folders that are torn."""
+"""Code that splits work over processes, tested without processes: shards, stages, micro-batches, damaged folders."""
 import enum
 import json
 import pickle
@@ -116,7 +116,7 @@ def test_batchnorm_is_refused_where_it_would_be_wrong(options, named):
 
 
 def test_the_norm_takes_few_kernels_however_many_gradients_there_are():
-    """On a GPU, an operator here is a kernel or two; aten::to only returns its argument."""
+    """On a GPU, each counted operator is one or two kernels; aten::to only returns its argument."""
     counts = []
     for layers in (2, 20):
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
@@ -142,7 +142,7 @@ def test_clipping_without_shards_is_torchs(limit):
 
 
 class Foreign(nn.Module):
-    """Layers that draw in many ways; weights of two names, a buffer that is in no state_dict, a layer drawn twice."""
+    """Layers with many kinds of initialization, shared weights, a non-persistent buffer, and a layer drawn twice."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ class Foreign(nn.Module):
 
 
 class Unknown(nn.Module):
-    """What cannot be drawn again: values from elsewhere, or code that does nothing without data."""
+    """Initialization that cannot be repeated: values from elsewhere, or code that does nothing without data."""
 
     def __init__(self, kind):
         super().__init__()
@@ -171,7 +171,7 @@ class Unknown(nn.Module):
 
 
 def tensors_of(model):
-    """Return a model's tensors by name, those with two names twice."""
+    """Return {name: tensor} for a model; a tensor with two names is in it twice."""
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
@@ -183,7 +183,7 @@ CREATE = {"cnn": lambda: models.create_model("cnn", 10, (1, 28, 28)), "foreign":
 
 @pytest.mark.parametrize("name", CREATE)
 def test_a_model_is_filled_with_the_weights_of_one_device(alone, tmp_path, name):
-    """Its buffers, too; to_empty() would leave any values in what is not filled. Only then are the weights drawn."""
+    """Its buffers are filled, too: to_empty() leaves arbitrary values. The weights are drawn only then."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     torch.manual_seed(3)
     expected = {key: value.clone() for key, value in tensors_of(CREATE[name]()).items()}
@@ -198,7 +198,7 @@ def test_a_model_is_filled_with_the_weights_of_one_device(alone, tmp_path, name)
 
 
 def test_a_layer_drawn_twice_is_held_once(alone, tmp_path):
-    """While one tensor is drawn and used, no other one exists."""
+    """Only one tensor exists at a time."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     model, weights = initial.outline(CREATE["resnet18"])
     names = [*tensors_of(model)]
@@ -231,7 +231,7 @@ def test_images_are_channels_last_and_weights_are_not():
 
 
 def test_shards_are_gathered_without_announcing_each_of_them(alone, tmp_path, monkeypatch):
-    """Every process knows which tensors are sharded: only other values are announced, however many ranks there are."""
+    """Every process knows which tensors are sharded, so the ranks exchange a list of the other values only."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     model = fully_shard(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), mesh=init_device_mesh("cpu", (1,)))
     announced, send = [], dist.all_gather_object
@@ -289,7 +289,7 @@ def test_a_folder_whose_file_lacks_its_last_byte_is_incomplete(tmp_path):
 
 @pytest.mark.parametrize(("attribute", "accepted"), [("name", True), ("value", False), (None, False)])
 def test_the_folders_of_every_python_are_read(tmp_path, attribute, accepted):
-    """Python 3.11.2 stores a member of an Enum as a call of getattr; any other call of it is rejected."""
+    """Python 3.11.2 pickles an Enum member as a getattr call; any other getattr is rejected."""
     class Old(pickle.Pickler):
         def reducer_override(self, item):
             if isinstance(item, enum.Enum):
@@ -317,7 +317,7 @@ def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_p
     for name in ("step-0000009", "snapshot-0000002"):
         make_folder(tmp_path / name)
     assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"01234"]
-    with pytest.raises(UsageError, match="holds step-0000004, newer than step 3, where this run starts; pass --resume"):
+    with pytest.raises(UsageError, match="contains step-0000004, newer than step 3, where this run starts; pass"):
         folders.reject_newer(tmp_path, 3)
     folders.reject_newer(tmp_path, 4)
     folders.prune(tmp_path)
@@ -327,7 +327,7 @@ def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_p
 
 
 def test_a_snapshot_does_not_replace_the_best_epoch_nor_its_own(tmp_path):
-    """It carries the best score, which is that of another folder; at the end of an epoch, two have the same steps."""
+    """A snapshot stores the best score of another folder. At the end of an epoch, two folders have the same steps."""
     for name, score in {"snapshot-1": 0.5, "step-2": 0.5, "snapshot-2": 0.4, "step-4": 0.3, "snapshot-5": 0.5}.items():
         make_folder(tmp_path / name, b"", json.dumps([[["score"], score]]))
     names = [path.name for path in folders.whole_folders(tmp_path)]
@@ -338,7 +338,7 @@ def test_a_snapshot_does_not_replace_the_best_epoch_nor_its_own(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_saves_what_is_not_sharded(tmp_path, monkeypatch, alone, rank):
-    """Between two epochs, BatchNorm's statistics are equal everywhere; within one, those of rank 0 count."""
+    """BatchNorm's statistics are equal on all ranks only between epochs; within an epoch, rank 0's are saved."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     monkeypatch.setattr(folders, "is_main_process", lambda: rank == 0)
     for values, name in (({"step": 2}, "snapshot-0000009"), ({}, "step-0000009")):
