@@ -8,30 +8,30 @@ Exit code 1: different models; the output names the first step and parameter tha
 code 2: the runs are not comparable, or the usage is wrong.
 
 A hook runs in every Python process that imports torch (`recording.py`). It makes float64 the default type, and replaces
-float32 in batches and casts. In optimizers, it also replaces casts to 16 bits. So two correct programs differ by about
-1e-15, and autocast and loss scaling do not round. At each optimizer step, the hook on each rank records the learning
-rates, and digests of all parameters, gradients, buffers and samples. The samples are what DataLoader delivers. In a
-program without DataLoader, they are the inputs of the outermost module.
+float32 in batches and casts by float64. Within optimizer steps, it also replaces casts to 16 bits. So two correct
+programs differ by about 1e-15, and autocast and loss scaling do not round. At each optimizer step, the hook on each
+rank records the learning rates, and digests of all parameters, gradients, buffers and samples. The samples are the
+batches of the DataLoader. In a program without DataLoader, they are the inputs of the outermost module.
 
 The models differ if the relative difference at a step exceeds 1e-9 and 1000 times the greatest earlier difference, or
 if it exceeds 1e-4 (`comparing.py`). Rounding errors grow slowly, but a mistake appears at once. If a program fails in
 float64, or still computes in lower precision, both run again in their own precision. The limits are then 1e-4, 1000 and
-0.1 (with 16 bits: 0.05, 1000 and 0.5). `explaining.py` has the causes. If randomness can be the cause, command A runs
-twice, which shows whether it is reproducible.
+0.1 (with 16 bits: 0.05, 1000 and 0.5). `explaining.py` looks for the cause. If randomness can be the cause, command A
+runs twice, which shows whether it is reproducible.
 
-If all parameters are the same, two more things are compared: buffers and averages of the weights; and the metrics that
-both commands print equally often as NAME NUMBER, where a part of NAME is "loss", "accuracy" or a similar word. Other
-metrics are only noted, because many programs print the loss of one process's share.
+If all parameters are the same, `verify` also compares buffers, averages of the weights, and the metrics that both
+commands print equally often as NAME NUMBER, where a part of NAME is "loss", "accuracy" or a similar word. Metrics that
+differ only cause a note, because many programs print the loss of one process's share.
 
-`--watch` runs one command, in its own precision, and checks what must hold in any run (`watching.py`): replicas,
+`--watch` runs one command, in its own precision, and checks what is true of any correct run (`watching.py`): replicas,
 learning rates and numbers of steps are equal on all ranks; no two ranks read the same samples; each epoch has a
-different order; all parameters move and stay finite.
+different order; all parameters change and stay finite.
 
 The commands must start from scratch with fixed seeds, and neither may read what the other one writes. No rank may
 restart. The hook does not see steps in a CUDA graph, optimizers that do not derive from torch.optim.Optimizer, or
-Python with `-E`, `-I` or `-S`. It gathers DTensors. Pipeline stages are matched by their initial weights. Equal slices
-of a tensor on consecutive ranks are joined if the other command holds the whole tensor. The flat parameters of FSDP1
-cannot be matched. The cause that is named is an informed guess.
+Python with `-E`, `-I` or `-S`. It gathers DTensors, and matches pipeline stages by their initial weights. It joins
+equal slices of a tensor on consecutive ranks if the other command has the full tensor. It cannot match the flat
+parameters of FSDP1. The cause that it names is an informed guess.
 """
 from .comparing import compare
 from .recording import Recorder

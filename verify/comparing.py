@@ -8,12 +8,11 @@ from .records import Run, gap, match, worst
 
 
 class Limits(NamedTuple):
-    """Two runs differ if a difference exceeds `low` and 1000 times the greatest earlier one, or if it exceeds `high`.
-    """
+    """Two runs differ if a difference exceeds `low` and 1000 times the greatest earlier one, or exceeds `high`."""
 
     low: float
     high: float
-    floor: float  # gradients below this share of all are noise, such as those of a bias before BatchNorm
+    floor: float  # gradients below this fraction of the total norm are noise, as for a bias before BatchNorm
 
 
 LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}
@@ -27,18 +26,18 @@ class Failure(NamedTuple):
     """How a command failed."""
 
     why: str
-    said: str = ""  # its own error
-    hung: bool = False  # it did not end in time
-    training: bool = False  # and was taking steps until then
+    said: str = ""  # the error that it printed
+    hung: bool = False  # True if it did not end in time
+    training: bool = False  # True if it was still taking steps then
 
     def __str__(self):
         return "\n".join(filter(None, [self.why, self.said]))
 
 
 def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False):
-    """Compare the records of two commands, or of one that ran again, and return the report.
+    """Compare the records of two commands, or of two runs of one command (`again`), and return the report.
 
-    `failed` holds a Failure or None for each command, `printed` what each printed. `cut`: a limit ended the runs.
+    `failed` has a Failure or None for each command, and `printed` its output. `cut` is true if a limit ended the runs.
     """
     return compare_runs(Run.read(folder_a, "A"), Run.read(folder_b, "B"), native, failed, again, printed, cut)
 
@@ -108,9 +107,9 @@ def refuse(report, reason, step=None):
 
 
 def held_differ(a, b, limit, again=False):
-    """Compare buffers and averages of two runs, and averages of the ranks of a run.
+    """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
-    Return (evidence, step, name, difference) or None. Tensors are compared if both runs have their name and shape.
+    Return (evidence, step, name, difference) or None. Tensors are compared if their names and shapes are equal.
     """
     for number, (left, right) in enumerate(zip(a.held(), b.held())):
         theirs = {(name, str(shape)): digest for name, shape, digest in right}
@@ -131,9 +130,9 @@ def held_differ(a, b, limit, again=False):
 
 
 def metrics(text):
-    """Return {name: numbers} for all that a program printed as NAME NUMBER, NAME: NUMBER or NAME=NUMBER.
+    """Return {name: numbers}, as text, for metrics that a program printed as NAME NUMBER, NAME: NUMBER or NAME=NUMBER.
 
-    A part of NAME must be a metric's name, such as "loss" in val_loss. The numbers are text.
+    A part of NAME must be the name of a metric, such as "loss" in val_loss.
     """
     found = {}
     for name, number in PRINTED.findall(text):
@@ -143,12 +142,12 @@ def metrics(text):
 
 
 def printed_differ(one, two, tolerance, cut=False):
-    """Return how a metric differs that both commands print equally often, or None; `cut`: both were ended early."""
+    """Return how a metric differs that both commands print equally often, or None; `cut`: a limit ended the runs."""
     left, right = metrics(one), metrics(two)
     for name, numbers in left.items():
         others = right.get(name, [])
         if not cut and len(numbers) != len(others):
-            continue  # such as one line for each rank
+            continue  # for example, each rank prints one line
         for place, (x, y) in enumerate(zip(numbers, others), 1):
             digit = max(1.01 * 10.0 ** -len(number.partition(".")[2].partition("e")[0]) for number in (x, y))
             if "e" in (x + y).lower():

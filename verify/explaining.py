@@ -1,4 +1,4 @@
-"""The causes of a difference: rules, in the order in which they are tried, and what to do about each cause."""
+"""The causes of a difference: rules, in the order in which they are tried, and a remedy for each cause."""
 import math
 from fractions import Fraction
 from functools import cached_property
@@ -7,19 +7,21 @@ from .records import equal, worst
 
 REMEDIES = {
     "start": "set the same seed on every rank before you create the model, and wrap the model in DDP",
-    "not-averaged": "call the DDP wrapper, not the model in it; leave no_sync() for the last micro-batch (pitfall P12)",
-    "partial": "add the gradients over these ranks before the step, as for norms between split layers",
+    "not-averaged": "call the DDP wrapper, not the model inside it; run the last micro-batch outside no_sync() "
+                    "(pitfall P12)",
+    "partial": "sum the gradients over these ranks before the step, as for norms between split layers",
     "rank-lr": "call scheduler.step() on every rank, with a metric that is reduced over all ranks (pitfall P15)",
     "set-epoch": "call sampler.set_epoch(epoch) at the start of every epoch (pitfall D1)",
-    "scale": "average over ranks instead of summing; divide each micro-batch's loss by their number (pitfall P5)",
-    "group-scale": "divide these gradients by the size of the group that adds them, such as the data-parallel or the "
+    "scale": "average over ranks instead of summing; divide each micro-batch's loss by the number of micro-batches "
+             "(pitfall P5)",
+    "group-scale": "divide these gradients by the size of the group that sums them, such as the data-parallel or the "
                    "expert-parallel group",
     "no-gradient": "a detach(), no_grad() or collective without a backward pass cuts the gradient, or DDP or the "
-                   "optimizer holds tensors that are not the model's",
-    "reset": "call zero_grad() once before the first micro-batch of a step, not before each one",
-    "no-backward": "a collective in the loss has no backward pass, such as dist.all_reduce or dist.all_gather: use one "
-                   "that has one, or reduce only numbers that need no gradient",
-    "learning-rate": "compare the learning rates, their scaling with the batch size, and the schedulers (pitfall D6)",
+                   "optimizer has tensors that are not the model's",
+    "reset": "call zero_grad() only before the first micro-batch of a step, not before each one",
+    "no-backward": "a collective in the loss, such as dist.all_reduce or dist.all_gather, has no backward pass: use a "
+                   "differentiable one, or reduce only numbers that need no gradient",
+    "learning-rate": "compare the learning rates, how they scale with the batch size, and the schedulers (pitfall D6)",
     "batch-size": "divide the batch size by the number of processes; compare drop_last and epochs (pitfall D6)",
     "samples": "give each rank its own share, as DistributedSampler does; compare seed, shuffle and drop_last; make "
                "random augmentation depend on (seed, epoch, index), not on the worker, and remember that "
@@ -27,20 +29,20 @@ REMEDIES = {
     "evaluation": "call model.eval() before an evaluation and model.train() after it (pitfall E1)",
     "batchnorm": "BatchNorm normalizes each process's share separately: use SyncBatchNorm, or accept the difference",
     "forward": "compare what this module computes on each rank: positions, masks, slices, gathered inputs",
-    "uneven-mean": "divide the sum of the losses by the count over all ranks and micro-batches, not by each one's own",
-    "optimizer": "compare the optimizers and their settings, and what else changes the weights",
+    "uneven-mean": "divide the sum of the losses by the total count of all ranks and micro-batches, not each sum by "
+                   "its own count",
+    "optimizer": "compare the optimizers, their settings, and any other code that changes the weights",
     "rank-stops": "let all ranks decide from the same reduced value when to stop (pitfall P14)",
-    "clip": "clip once per step, by the norm of the whole gradient, after it is averaged and unscaled (pitfall P6)",
+    "clip": "clip once per step, by the norm of the full gradient, after it is averaged and unscaled (pitfall P6)",
     "random": "set dropout to 0 to compare the rest; make random draws depend on the sample, not the rank (pitfall D3)",
-    "buffers": "reduce or broadcast what the model keeps besides parameters, and update averages of the weights on "
-               "every rank",
-    "metric": "if it is not meant to be one process's share, add up sums and counts over all ranks, each sample once, "
-              "before you divide and print (pitfall D2)",
+    "buffers": "reduce or broadcast the model's buffers, and update averages of the weights on every rank",
+    "metric": "unless it is meant to cover only one process's samples, reduce sums and counts over all ranks, with "
+              "each sample once, before you divide and print (pitfall D2)",
     "unknown": "no known pattern; compare what the two programs do in this step"}
 
 
 class Difference:
-    """The first step at which two runs differ, as the rules see it; `column` of the rows differs: see records.Row."""
+    """The first step at which two runs differ: the input of the rules. `column` is the field of `Row` that differs."""
 
     def __init__(self, a, b, step, column, pairs):
         self.a, self.b, self.step, self.column, self.pairs = a, b, step, column, pairs
@@ -146,7 +148,7 @@ def scale(it):
 
 
 def no_gradient(it):
-    """Some gradients are zero in one run, and all others are equal."""
+    """Some gradients are zero in one run only."""
     if it.column != "grad" or it.factor:
         return None
     for run, number in ((it.b, 1), (it.a, 0)):
@@ -157,7 +159,7 @@ def no_gradient(it):
 
 
 def group_scale(it):
-    """One factor holds for some gradients, and the others are equal."""
+    """Some gradients differ by one common factor, and the others are equal."""
     if it.column != "grad" or it.factor:
         return None
     moved = [pair for pair in it.pairs if worst([pair], "grad")[0] > 1e-6]
@@ -219,7 +221,7 @@ RULES = [
 def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     """If the ranks of a run differ, return the cause, evidence, step, parameter and difference; else None.
 
-    `other` is a run of the same steps on other ranks, if any: it shows whether the ranks hold parts of a gradient.
+    `other` is a run of the same steps on different ranks, if any: it shows whether the ranks have parts of a gradient.
     Rows with a number in `skipped` may differ.
     """
     states = run.at(step)[0]
@@ -239,7 +241,7 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
 
 
 def parts_of(states, rows):
-    """Return whether a gradient that differs between the ranks adds up to that of the other run, in `rows`."""
+    """Return whether a gradient that differs between the ranks sums to the gradient of the other run, in `rows`."""
     found = []
     for whole, *parts in zip(rows, *[state["rows"] for state in states]):
         if any(worst([(parts[0], part)], "grad")[0] > 1e-6 for part in parts):
@@ -248,7 +250,7 @@ def parts_of(states, rows):
 
 
 def proportional(pairs):
-    """Return whether one factor holds for several gradients: that is no accident."""
+    """Return whether several gradients differ by one common factor, which cannot be chance."""
     factor = pairs[0][1].grad[0] / (pairs[0][0].grad[0] or math.nan)
     return len(pairs) > 1 and worst(multiply(pairs, factor), "grad")[0] < 1e-6
 
@@ -256,8 +258,8 @@ def proportional(pairs):
 def first_module(a, b, step):
     """Return the first module whose outputs differ in a step, "" if none differs, or None if this is not known.
 
-    Both runs must have recorded the outputs. They are equal if their sums over ranks and micro-batches are, or if each
-    rank has all of them.
+    Both runs must have recorded the outputs. Outputs agree if their sums over ranks and micro-batches are equal, or if
+    each rank has all of them and these are equal.
     """
     if min(a.length, b.length) <= step:
         return None
@@ -268,14 +270,14 @@ def first_module(a, b, step):
     for name in dict.fromkeys(shared):
         pairs = [(ours[name], theirs[name]), (alone[0][name], alone[1].get(name, [])),
                  (ours[name], alone[1].get(name, []))]
-        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # otherwise, they are padded differently
+        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # other sizes: padded differently
         if pairs and not any(equal(*pair) for pair in pairs):
             return name
     return "" if shared else None
 
 
 def sums(outputs):
-    """Return {module: the sums of its outputs' numbers over ranks and micro-batches}."""
+    """Return {module: the sums over ranks and micro-batches of the numbers recorded for its outputs}."""
     found = {}
     for name, *numbers in (item for items in outputs for item in items):
         found[name] = [x + y for x, y in zip(found.get(name, [0, 0, 0]), numbers)]

@@ -1,9 +1,9 @@
-"""Runs inside the programs that are compared: writes a line of JSON for each optimizer step. Needs nothing but torch.
+"""The recorder, which runs inside the programs that are compared. It needs only torch.
 
-A line is an event: "begin" (a rank has begun a step), "step", "epoch" (a DataLoader of training data has ended), "end"
-(the program has ended) or "failed". A step holds one row for each parameter: name, shape, initial digest, learning
-rate, digests of its gradient and of its new value. `held` holds what no optimizer changes: buffers, and averages of the
-weights. A digest is the norm of a tensor and two projections of it.
+It writes a line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (a DataLoader of training
+data has ended), "end" (the program has ended) or "failed". A step has one row for each parameter: name, shape, initial
+digest, learning rate, and digests of its gradient and its new value. `held` lists what no optimizer changes: buffers,
+and averages of the weights. A digest is the norm of a tensor and two projections of it.
 """
 import functools
 import gc
@@ -21,7 +21,7 @@ class Recorder:
     """Runs in each process of a command, and writes a line of JSON for each optimizer step."""
 
     def __init__(self, folder, native=False, steps=0, outputs_at=0):
-        """Record in `folder`, up to `steps` steps if not 0, and the outputs of all modules in step `outputs_at`."""
+        """Record to `folder`, at most `steps` steps (0: all), and the outputs of all modules in step `outputs_at`."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -48,7 +48,7 @@ class Recorder:
         return functools.wraps(function)(lambda *args, **more: around(function, *args, **more))
 
     def cast(self, function, tensor, **more):
-        """Return float64 instead, except for GradScaler, which needs float32, and for 16 bits outside optimizers."""
+        """Cast to float64 instead, except for GradScaler, which needs float32, and for 16 bits outside optimizers."""
         scaler = sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
         narrow = scaler if function.__name__ == "float" else not self.outer
         return function(tensor, **more) if narrow else tensor.double(**more)
@@ -72,11 +72,11 @@ class Recorder:
     def clear(self):
         self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
         self.inputs = []  # inputs of the outermost modules since the last backward pass
-        self.outputs = []  # [name, size, squared norm, wave] of each module's output, if this step is to show them
+        self.outputs = []  # [name, size, squared norm, wave] of each module's output, if this step records outputs
         self.drawn = self.draws()
 
     def draws(self):
-        """Return the states of the random generators: they change if the model draws, as dropout does."""
+        """Return the states of the random generators, which change if the model draws numbers, as dropout does."""
         cuda = self.torch.cuda
         states = [self.torch.get_rng_state(), *([cuda.get_rng_state()] if cuda.is_initialized() else [])]
         return [state.numpy().tobytes() for state in states]
@@ -98,7 +98,7 @@ class Recorder:
         """Record how the program ends, and its buffers and averages, which may have changed after its last step."""
         if hasattr(sys, "last_value"):
             self.write("failed")
-        elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.kept):  # to gather it needs all ranks
+        elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.kept):  # gathering would need all ranks
             self.write("end", held=self.look_at_kept())
 
     def look_at_kept(self):
@@ -107,7 +107,7 @@ class Recorder:
         return [[name, list(tensor.shape), digest] for (name, tensor), digest in zip(self.kept, digests)]
 
     def whole(self, tensor):
-        """Return a tensor gathered, dense and in float64, on a device that has float64."""
+        """Return the full tensor, dense and in float64, on a device that supports float64."""
         tensor = tensor.detach()
         tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
@@ -125,7 +125,7 @@ class Recorder:
 
     @functools.cache  # noqa: B019
     def waves(self, shape, device):
-        """Return the real and imaginary parts of a plane wave: an offset along an axis shifts only its phase."""
+        """Return the real and imaginary parts of a plane wave; an offset along an axis shifts only its phase."""
         phase = self.torch.zeros(shape, dtype=self.torch.float64, device=device)
         for axis, size in enumerate(shape):
             phase.movedim(axis, -1).add_(FREQUENCIES[axis] * self.torch.arange(1, size + 1, device=device))
@@ -143,7 +143,7 @@ class Recorder:
 
     def backward(self, function, tensors, *args, **more):
         for loss in [tensors] if isinstance(tensors, self.torch.Tensor) else tensors:
-            if isinstance(loss, self.torch.Tensor):  # not the output of a pipeline stage: its loss is elsewhere
+            if isinstance(loss, self.torch.Tensor):  # not a pipeline stage, whose loss another rank has
                 self.losses.append(self.whole(loss).sum())
                 self.flags.add(str(loss.dtype))
         self.flags |= {"random"} if self.drawn != self.draws() else set()
@@ -181,7 +181,7 @@ class Recorder:
             leaves = torch.utils._pytree.tree_leaves((args, more))
             tensors = [value for value in leaves if type(value) is torch.Tensor and value.ndim > 0 and not value.is_meta
                        and value.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)]
-            trains = any(parameter.requires_grad for parameter in module.parameters())  # false for a loss
+            trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss module has none
             if trains and not any(tensor.requires_grad for tensor in tensors):  # not another module's output
                 self.drawn = self.drawn if self.inputs else self.draws()
                 self.inputs.append(tensors)
@@ -191,7 +191,7 @@ class Recorder:
         return output
 
     def look_at_output(self, module, output):
-        """Return a module's name, its output's size and two sums: added over ranks, they are those of a whole batch."""
+        """Return a module's name, and its output's size and two sums, which add up over ranks to the full batch's."""
         torch = self.torch
         if not self.names:
             self.look()  # before the first step of an optimizer
@@ -239,7 +239,7 @@ class Recorder:
             self.flags.add("evaluated")
             return batch
         if isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (list, tuple)) for part in batch):
-            tensors = []  # collate_fn did not stack: a tensor's length is not the number of samples
+            tensors = []  # collate_fn did not stack the samples, so a tensor's length is not their number
         self.pending.setdefault(iterator, []).append(self.sample(tensors))
         self.drawn = self.draws()
         if id(iterator._dataset) in self.trained:
@@ -253,7 +253,7 @@ class Recorder:
         digest = self.torch.zeros(rows, dtype=self.torch.float64, device="cpu")
         for n, tensor in enumerate([tensor for tensor in tensors if len(tensor) == rows > 0], 1):
             flat = tensor.detach().cpu().double().reshape(rows, -1)
-            flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing
+            flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing to the digest
             digest += flat @ self.waves(flat.shape[1:], flat.device)[n % 2] * n
         return digest.tolist()
 
@@ -280,8 +280,8 @@ class Recorder:
                 [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters])
 
     def look(self):
-        """Find all modules, and what no optimizer changes; return a name for each parameter."""
-        gc.unfreeze()  # gc.get_objects() omits what the program has frozen
+        """Find all modules, buffers and averages of the weights; return a name for each parameter."""
+        gc.unfreeze()  # gc.get_objects() omits objects that the program has frozen
         torch, names = self.torch, {}
         modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
         inside = {id(child) for module in modules for child in module.children()}
@@ -326,7 +326,7 @@ class Recorder:
         self.count += 1
         if self.count == self.steps:
             open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
-            while os.path.isdir(self.folder):  # other ranks may still need this one: wait until verify ends all
+            while os.path.isdir(self.folder):  # other ranks may still need this one: wait until verify kills all
                 time.sleep(1)
             os._exit(0)
 

@@ -15,15 +15,15 @@ class Row(NamedTuple):
     shape: list  # of numbers
     start: list  # digest of the initial value
     rate: list  # one number: the learning rate
-    grad: list  # digest
-    value: list  # digest after the step
+    grad: list  # digest of the gradient
+    value: list  # digest of the value after the step
 
 
 class Run:
-    """The records of one command: for each rank, its steps in order and the kinds of all its events."""
+    """The records of one command: for each rank, its steps and all its events, in order."""
 
     def __init__(self, label, events):
-        """`events`: for each file that a process wrote, its rank and its list of events."""
+        """Take `events`, a list of (rank, its events), one for each file that a process wrote."""
         self.label, self.ranks, self.events, self.doubled = label, {}, {}, False
         for rank, found in sorted(events, key=lambda pair: pair[0]):
             self.doubled |= rank in self.ranks
@@ -36,7 +36,7 @@ class Run:
     @classmethod
     def read(cls, folder, label):
         return cls(label, [(int(path.name.split("-")[0]), [json.loads(line) for line in path.read_text().splitlines()
-                                                           if line.endswith("}")])  # whole lines
+                                                           if line.endswith("}")])  # complete lines
                            for path in Path(folder).glob("*.jsonl")])
 
     def at(self, number):
@@ -54,12 +54,12 @@ class Run:
         return [event["event"] for event in self.events[rank]]
 
     def held(self):
-        """Return what rank 0 held besides parameters, before each step and at the end: [[name, shape, digest], ...]."""
+        """Return rank 0's buffers and averages before each step and at the end, each [[name, shape, digest], ...]."""
         events = next(iter(self.events.values()))
         return [event["held"] for event in events if event["event"] in ("step", "end")]
 
     def join(self, other):
-        """Replace equal slices of a tensor on consecutive ranks by the whole tensor, if `other` starts with it."""
+        """Replace equal slices of a tensor on consecutive ranks by the full tensor, if `other` starts with it."""
         for states, whole in zip(zip(*self.ranks.values()), next(iter(other.ranks.values()))):
             for place, (*slices, target) in enumerate(zip(*[state["rows"] for state in states], whole["rows"])):
                 alike = all(row.shape == slices[0].shape for row in slices)  # stages of a pipeline differ

@@ -1,4 +1,4 @@
-"""Run a command so that its processes record their steps, and end it with all that it started."""
+"""Run a command so that its processes record their steps, and kill all processes that it started."""
 import os
 import re
 import shlex
@@ -39,7 +39,7 @@ def environment(folder, **options):
 
 
 def record(command, folder, timeout, **options):
-    """Run a command until it ends, takes its last step or exceeds the timeout; return None or a Failure."""
+    """Run a command until it ends, records the last requested step or times out; return None or a Failure."""
     env = {**os.environ, **environment(folder, **options)}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     end, code = time.monotonic() + timeout, None
@@ -84,7 +84,7 @@ def own_error(text):
 
 
 def stop(process, folder):
-    """Kill a command and, on Linux, every process that it started: the folder is in their environment."""
+    """Kill a command and, on Linux, every process that it started, found by the folder in its environment."""
     process.kill()
     found = True
     while found:

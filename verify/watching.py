@@ -1,4 +1,4 @@
-"""Check one run on its own: what must hold in any run, without another one to compare it with."""
+"""Check one run alone, for what is true of any correct run."""
 import math
 
 from .comparing import LIMITS
@@ -7,12 +7,12 @@ from .records import Run, equal, worst
 
 ALONE = {
     "never-moves": "check its learning rate, and look for code that restores its old value",
-    "not-optimized": "create the optimizer after the last change of the model, from the parameters that it then holds",
+    "not-optimized": "create the optimizer after the last change to the model, from the model's current parameters",
     "not-finite": "lower the learning rate, clip the gradients, or look for a division by zero in the loss"}
 
 
 def watch(folder, failure=None):
-    """Return a report on the one run that `folder` holds: its verdict is "sound", "unsound" or "not comparable"."""
+    """Return a report on the run recorded in `folder`: its verdict is "sound", "unsound" or "not comparable"."""
     run = Run.read(folder, "the run")
     report = {"verdict": "sound", "steps": [run.length], "ranks": [len(run.ranks)], "findings": [], "message": ""}
     if not run.length or run.doubled:
@@ -30,9 +30,9 @@ def watch(folder, failure=None):
 
 
 def replicas(run, limits):
-    """Parameters that start equal on all ranks have equal rates, gradients and values in each step.
+    """Check that parameters that start equal on all ranks have equal rates, gradients and values in each step.
 
-    Where DDP spans all ranks, all parameters start equal. Otherwise those that differ may be parts of a split tensor.
+    If DDP spans all ranks, all parameters must start equal. Otherwise, parameters that differ may be parts of a tensor.
     """
     first = run.at(0)[0]
     alike = [all(row[:2] == rows[0][:2] for row in rows) for rows in zip(*[state["rows"] for state in first])]
@@ -52,7 +52,7 @@ def replicas(run, limits):
 
 
 def epochs(run):
-    """Return, for each rank, its epochs: [samples in the order read, whether its sampler shuffles]."""
+    """Return {rank: a list of its epochs, each (its samples in the order read, whether the sampler shuffles)}."""
     found = {}
     for rank, events in run.events.items():
         found[rank], mine = [], []
@@ -65,7 +65,7 @@ def epochs(run):
 
 
 def one_share(run, limits):
-    """Where DDP spans all ranks, no two ranks read the same sample in an epoch, except padding."""
+    """If DDP spans all ranks, check that ranks 0 and 1 do not read the same samples in an epoch, except padding."""
     states = run.at(0)[0]
     if len(states) < 2 or not states[0]["replicas"]:
         return None
@@ -79,7 +79,7 @@ def one_share(run, limits):
 
 
 def new_order(run, limits):
-    """A sampler that shuffles gives each epoch a different order."""
+    """Check that a shuffling sampler gives each epoch a different order."""
     for rank, found in epochs(run).items():
         for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
             if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
@@ -88,9 +88,9 @@ def new_order(run, limits):
 
 
 def moving(run, limits):
-    """In a run of four steps or more, every parameter of an optimizer gets a gradient, and moves, at least once.
+    """In a run of at least four steps, check that every parameter of an optimizer gets a gradient, and moves, once.
 
-    Before BatchNorm, a bias does not move: its gradient is only noise.
+    A bias before BatchNorm need not move: its gradient is only noise.
     """
     for rank, steps in run.ranks.items() if run.length >= 4 else ():
         without, resting, total = {}, {}, max(row.grad[0] for step in steps for row in step["rows"])
