@@ -19,8 +19,8 @@ CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Name.Exception, "bu"),
 ]
 TRAP = re.compile(r"([SDPEYF]\d+) (.+)")
-FIELDS = ["Symptom", "Cause", "Wrong", "Right", "Beside", "Read"]
-OPTIONAL = {"Beside", "Read"}
+FIELDS = ["Symptom", "Cause", "Wrong", "Right", "Script", "Read"]
+OPTIONAL = {"Script", "Read"}
 PAGES = ["pitfalls.md", "one-process.md"]
 INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- end of index -->)", re.S)
 
@@ -31,7 +31,7 @@ class TextError(Exception):
 
 @dataclasses.dataclass
 class Trap:
-    """One pitfall: what a reader sees of it. The page shows it beside the line `beside` of a script."""
+    """One pitfall, as the page shows it, next to the line `beside` of a script."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ class Trap:
 
 @dataclasses.dataclass
 class Mutation:
-    """What puts a pitfall back: `wrong` replaces the lines `right` of `file`, and `test` must fail."""
+    """A change that puts a pitfall back: `wrong` replaces the lines `right` of `file`, and `test` must fail."""
 
     name: str
     file: str
@@ -96,9 +96,9 @@ def read_traps(docs: Path, mutations: dict[str, Mutation]) -> dict[str, Trap]:
                                 f"of which {OPTIONAL} may be left out")
             fields = dict(zip(names, values, strict=True))
             wrong, right = (re.fullmatch(r"```python\n(.*?)\n```", fields[name], re.S) for name in ("Wrong", "Right"))
-            beside = re.fullmatch(r"`(.*)`", fields.get("Beside", "``"))
+            beside = re.fullmatch(r"`(.*)`", fields.get("Script", "``"))
             if not (wrong and right and beside):
-                raise TextError(f"{path.name}: {match[1]}: Wrong, Right or Beside does not have the required form")
+                raise TextError(f"{path.name}: {match[1]}: Wrong, Right or Script does not have the required form")
             prose = fields["Symptom"], fields["Cause"]
             traps[match[1]] = Trap(match[1], match[2], *prose, wrong[1], right[1], beside[1])
     return traps
@@ -113,7 +113,7 @@ def index(text: str) -> str:
 
 
 def slug(heading: str) -> str:
-    """Return the anchor that GitHub makes of a heading."""
+    """Return GitHub's anchor for a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
@@ -144,7 +144,7 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
     `identify(heading)` returns a heading's id, `link(target)` a link's target on the page, and
     `picture(source, description)` the HTML of a picture. Headings are one level lower on the page. A section of level
     3 becomes an article with its id. A `console` block becomes commands. The result omits HTML comments and the
-    field Beside.
+    field Script.
     """
     markdown = _markdown()
     tokens = [token for token in markdown.parse(text) if token.type != "html_block"]
@@ -172,7 +172,7 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
             about = f' class="{field[1].lower()}"' if field else ""
             if image.type == "image" and len(token.children or []) == 1:
                 parts.append(picture(str(image.attrs["src"]), image.content))
-            elif not token.content.startswith("**Beside:**"):  # only the comparison uses it
+            elif not token.content.startswith("**Script:**"):  # only the comparison uses it
                 inner = _inline(markdown, token, link)
                 before = tokens[number - 1]
                 parts.append(f"<p>{inner}</p>" if before.type == "paragraph_open" and not before.hidden else inner)

@@ -219,7 +219,7 @@ def open_files():
     import resource  # not on Windows
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    list(DataLoader(torch.zeros(200, 4), num_workers=1))  # each batch that is kept holds a file open
+    list(DataLoader(torch.zeros(200, 4), num_workers=1))  # each batch in the list keeps a file open
 
 
 def shared_memory():

@@ -1,4 +1,4 @@
-"""See the ideas of how-it-works.md happen, each in some seconds, on a CPU.
+"""Demonstrate the ideas of how-it-works.md, each in a few seconds on a CPU.
 
     python docs/examples/see.py          # all of them
     python docs/examples/see.py ring     # one: traffic, ring, average, batchnorm, half, accumulate, shares, boxes,
@@ -42,7 +42,7 @@ def _member(rank, count, store, name):
 
 
 def traffic():
-    """What one step sends, for a ResNet-18 of 11.2 million float32 parameters (a sum, not a measurement)."""
+    """What one step sends, for a ResNet-18 of 11.2 million float32 parameters (calculated, not measured)."""
     model = 11_181_642 * 4 / 1e6
     print("devices   in all, either way   DataParallel: to and from device 0   DDP: from each device")
     for count in (2, 4, 8, 64):
@@ -51,7 +51,7 @@ def traffic():
 
 
 def ring():
-    """All-reduce in a ring, by hand: 4 processes, 4 MB of gradients: who sends how much?"""
+    """All-reduce in a ring, written by hand: how much each of 4 processes sends for 4 MB of gradients."""
     in_processes(4, ring_of)
 
 
@@ -102,7 +102,7 @@ def batchnorm():
 
 
 def half():
-    """Half precision: what becomes of small, large and nearly equal numbers."""
+    """Half precision: how both formats store small, large and nearly equal numbers."""
     print(f"{'':22} {'float16':>12} {'bfloat16':>12}")
     numbers = {"1e-8, a gradient": 1e-8, "1e-8 x 65536": 1e-8 * 65536, "70000": 70_000.0,
                "1 + 1/256": 1 + 1 / 256}
@@ -138,7 +138,7 @@ def accumulate_in(rank, count):
 
 
 def shares():
-    """Samples: what DistributedSampler gives 4 processes of 10 samples, and what range() gives."""
+    """Samples: how DistributedSampler divides 10 samples among 4 processes, and how range() does."""
     for name, options in [("padded", {}), ("drop_last", {"drop_last": True})]:
         dealt = [list(DistributedSampler(range(10), 4, rank, shuffle=False, **options)) for rank in range(4)]
         print(f"{name:10} {dealt}")
@@ -162,7 +162,7 @@ def boxes():
 
 
 def held():
-    """Memory: what each of 4 processes holds of 8 layers with Adam, and FSDP2's weights while a layer computes."""
+    """Memory: the tensors of 8 layers with Adam on each of 4 processes, and FSDP2's weights while a layer computes."""
     in_processes(4, held_by)
 
 
@@ -253,7 +253,7 @@ def one_f_one_b(stages, micro_batches):
 
 
 def folder():
-    """A distributed checkpoint: 2 processes write a folder, one reads it; without .metadata, it is not whole."""
+    """A distributed checkpoint: 2 processes write a folder, one reads it; without .metadata, it is incomplete."""
     in_processes(2, folder_of)
 
 

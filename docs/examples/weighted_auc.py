@@ -30,7 +30,7 @@ class Share(Sampler):
 
 
 def gather(values):
-    """Return the values of all processes, on every process; each may hold a different number of them."""
+    """Return the values of all processes, on every process; their number may differ between processes."""
     counts = [values.new_zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, values.new_tensor([len(values)], dtype=torch.long))
     padded = F.pad(values, (0, int(max(counts)) - len(values)))
