@@ -73,7 +73,7 @@ def make_files(folder: Path, count: int, width: int, height: int) -> None:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Let the next reads of all files below the folder go to the disk."""
+    """Drop all files below the folder from the page cache, so that the next reads access the disk."""
     for path in folder.rglob("*.*"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())  # a page that is not written yet stays
@@ -81,7 +81,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def bare_work(pair_list: list, task: Task) -> int:
-    """Do a loader's work on some pairs, batch by batch; return the number of pairs."""
+    """Do a loader's work for some pairs, batch by batch; return the number of pairs."""
     for first in range(0, len(pair_list), BATCH):
         chosen = pair_list[first:first + BATCH]
         batch = torch.empty(2, len(chosen), 3, task.crop, task.crop, dtype=torch.uint8)
@@ -137,7 +137,7 @@ def read_epoch(batches, device: torch.device, ahead: int = 0) -> dict:
 
 
 def run_bare_loop(pool, shares: list) -> dict:
-    """Let each process of the pool do the work for its share, and return what was measured."""
+    """Have each process of the pool do the work for its share; return the measurements."""
     cpu, start = cpu_seconds(), time.perf_counter()
     count = sum(pool.starmap(bare_work, shares, chunksize=1))
     return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu,
@@ -145,7 +145,7 @@ def run_bare_loop(pool, shares: list) -> dict:
 
 
 def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) -> dict:
-    """Return {name: function}, one for each contender: it reads one epoch and returns what was measured."""
+    """Return {name: function}; each function reads one epoch with a contender and returns the measurements."""
     args = SimpleNamespace(data_source=folder, split="train", img_dir="img", gt_dir="gt", resize=task.resize,
                            crop=task.crop, batch_size=BATCH, workers=CORES, seed=SEED, device=str(device))
     of_shards = SimpleNamespace(**vars(args) | {"data_source": str(folder / "shards"), "shuffle_buffer": 4 * BATCH})
@@ -193,7 +193,7 @@ def report(runs: list[dict]) -> str:
 
 
 def measure_task(task: Task, base: str, count: int, rounds: int, device: torch.device, with_dali: bool) -> list[dict]:
-    """Return the runs of all contenders at a task, in turns."""
+    """Return the interleaved runs of all contenders for a task."""
     torch.set_num_threads(1)  # only in this process: it leaves the cores to those that decode
     folder, runs = Path(base, f"{task.width}x{task.height}"), []
     if not folder.exists():

@@ -74,7 +74,7 @@ def show(value: Any) -> None:
 
 
 def launch_and_read(processes: int, module: str, *arguments: Any) -> tuple[Any, list[dict[str, float]]]:
-    """Launch a module, each process with one thread; return what it showed, and its epochs."""
+    """Launch a module, with one thread per process; return what it showed, and its epochs."""
     done = subprocess.run(launch(processes, module, *map(str, arguments)), cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     shown = [line for line in done.stdout.splitlines() if line.startswith('{"shown"')]
@@ -169,7 +169,7 @@ class Contender:
 
 
 def machine(device: torch.device, *paths: str) -> dict:
-    """Return what results depend on: hardware, versions, and the last commit that changed `paths` (default: any)."""
+    """Return hardware, versions, and the last commit that changed `paths` (default: any path)."""
     name, vectors = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
     if Path("/proc/cpuinfo").exists():
         text = Path("/proc/cpuinfo").read_text()

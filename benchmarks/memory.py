@@ -1,4 +1,4 @@
-"""Measure what each process of a script holds, in bytes of tensors, and the peak in a training step.
+"""Measure the memory of each process of a script, in bytes of tensors, and the peak in a training step.
 
     python -m benchmarks.memory                                             # vit_base
     python -m benchmarks.memory --model vit --processes 2 --scripts train_DDP.py train_FSDP.py
@@ -39,7 +39,7 @@ def divide(sizes: dict[int, int], parts: dict[str, set[int]]) -> dict[str, int]:
 
 
 def watch(script: str, *arguments: str) -> None:
-    """Run a script in this process for STEPS steps; rank 0 prints what every rank held, as JSON."""
+    """Run a script in this process for STEPS steps; rank 0 prints the memory of every rank as JSON."""
     storages, steps, resume = Storages(), itertools.count(1), checkpoint.resume
     start: list[int] = []
 

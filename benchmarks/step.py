@@ -32,7 +32,7 @@ IN_BF16 = {"bf16": {"dtype": torch.bfloat16}, "bf16, torch.compile": {"dtype": t
 
 
 def clock(device: torch.device, function) -> float:
-    """Return how many seconds the device needs for the work that `function` gives it."""
+    """Return the seconds that the device needs for the work of `function`."""
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
     wait()
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the tensors of a process hold, and their peak."""
+"""The memory of a process's tensors, and its peak."""
 import itertools
 import weakref
 

@@ -36,7 +36,7 @@ def read(kind: str) -> list[dict]:
 
 
 def path_of(kind: str, where: dict, *names: str) -> Path:
-    """Return the file for results of this kind, from the machine `where`, for the task that `names` describe."""
+    """Return the path of the results of this kind, from the machine `where`, for the task described by `names`."""
     device = re.sub(r"\W+", "-", (where["gpu"] or where["cpu"]).lower()).strip("-")
     return RESULTS / ("-".join([kind, device, *names]) + ".json")
 

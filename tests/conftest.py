@@ -1,4 +1,4 @@
-"""Running the scripts as a user does: the real command, the real launcher, real processes."""
+"""Run the scripts as a user does: with the real command, the real launcher and real processes."""
 import collections
 import importlib.metadata
 import json
@@ -103,7 +103,7 @@ def precision(name, folder=None):
 
 
 def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300, quiet=True):
-    """Run a command to its end and return (exit code, standard output, standard error).
+    """Run a command until it ends, and return (exit code, standard output, standard error).
 
     With `terminal`, standard error is a pseudo-terminal, so that progress bars show. Fails if the command outlasts
     `seconds`, or if a process that it started outlives it by 60 s. A good run must be `quiet`, except where a test
@@ -156,7 +156,7 @@ def py_spy():
 
 
 def stacks(pid):
-    """Return the stacks of a process and of all that descend from it, where py-spy is installed."""
+    """Return the stacks of a process and of all its descendants, if py-spy is installed."""
     if not py_spy():
         return "no stacks: py-spy is not installed (requirements-drill.txt)"
     said = subprocess.run([py_spy(), "dump", "--subprocesses", "--pid", str(pid)], capture_output=True, text=True,
@@ -184,7 +184,7 @@ def _read_terminal(master, shown):
 
 
 def descendants(process):
-    """Return a living process and all that descend from it, itself first."""
+    """Return a living process and all its descendants, itself first."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -200,7 +200,7 @@ def descendants(process):
 
 
 def processes_of_session(session):
-    """Return the living processes of a session: what a command started and left behind."""
+    """Return the living processes of a session: those that a command started and did not end."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -213,13 +213,13 @@ def processes_of_session(session):
 
 
 def good(finished):
-    """Return the result of a run that must have gone well."""
+    """Return the result of a run that must have succeeded."""
     assert finished.code == 0, f"exit code {finished.code}\n{finished.out[-3000:]}\n{finished.err[-3000:]}"
     return finished
 
 
 def epochs(out):
-    """Return what the lines of a run's epochs say: one dict of numbers each."""
+    """Return the numbers in each epoch's line of a run: one dict per epoch."""
     return [{name: float(value) for name, value in
              re.findall(r"\b((?:ema_)?(?:loss|val_loss|accuracy|top5|mAP50|mAP|lr)) ([-+.\dinfae]+)", line)}
             for line in out.splitlines() if line.startswith("epoch")]
@@ -233,7 +233,7 @@ def copy_out(script, folder):
 
 
 def replace_lines(file, lines):
-    """Replace what a file contains once, by {old text: new text}."""
+    """Replace texts that each occur once in a file, given {old text: new text}."""
     text = file.read_text()
     for old, new in lines.items():
         assert text.count(old) == 1, f"{file} must contain once: {old}"
@@ -242,12 +242,12 @@ def replace_lines(file, lines):
 
 
 def whole_file(folder, file):
-    """Write a folder of train_DCP.py as a file, as a user does."""
+    """Convert a folder of train_DCP.py to a file, as a user does."""
     return good(run(PYTHON, "-m", "common.folders", folder, file))
 
 
 def load(path):
-    """Return a checkpoint's content, by the safe loader."""
+    """Return a checkpoint's content, loaded safely."""
     import torch
 
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -275,7 +275,7 @@ def same(left, right):
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """Return a function that runs something once for all of pytest's processes: (folder, result) of `make(folder)`.
+    """Return a function that runs `make(folder)` once for all of pytest's processes, and returns (folder, result).
 
     And once for all sessions that name the same folder in TESTS_FOLDER, as the suite and the drills do in .ci/run. The
     folder must be new: nothing here notices that the code has changed since.
@@ -319,7 +319,7 @@ def runs(once):
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
-    """Return a folder of 15 JPEG pictures in three classes that a small network can tell apart by their colours."""
+    """Return a folder of 15 JPEG images in three classes that a small network can tell apart by their colors."""
     import numpy as np
     from PIL import Image
 
@@ -338,7 +338,7 @@ def photos(tmp_path_factory):
 
 @pytest.fixture
 def broken_photo(photos, tmp_path):
-    """Return (folder, file): a split copy of the photos, and the one that is cut, which is sure to be trained on."""
+    """Return (folder, file): a split copy of the photos, and the truncated one, which is in the training set."""
     for split in ("train", "val"):
         shutil.copytree(photos, tmp_path / "data" / split)
     broken = tmp_path / "data/train/ash/03.jpg"
@@ -367,7 +367,7 @@ def scenes(tmp_path_factory):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Let a script run in this process: no launcher's variables; afterwards its group and its settings are gone."""
+    """Let a script run in this process, without a launcher's variables; afterwards, undo its group and settings."""
     import torch
 
     for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_"))]:
@@ -387,7 +387,7 @@ def alone(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Make drills of the tests in tests/drills, except the nightly and the long ones."""
+    """Mark the tests in tests/drills as drills, except those marked nightly or long."""
     for item in items:
         if ROOT / "tests/drills" in item.path.parents and not (
                 item.get_closest_marker("long") or item.get_closest_marker("nightly")):
@@ -406,7 +406,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionfinish(session):
-    """Do not end with exit code 0 if every test that was to run is one of those."""
+    """Do not exit with 0 if none of the selected tests could run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # None in a process of pytest-xdist
     if reporter and _not_run(reporter) and not reporter.stats.get("passed") and not session.exitstatus:
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

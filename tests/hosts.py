@@ -16,7 +16,7 @@ NET = "10.97.0"
 
 
 def missing():
-    """Return what is missing to make hosts, as one phrase; "" where nothing is."""
+    """Return what is missing to create the hosts, as one phrase, or "" if nothing is."""
     if not shutil.which("ip") or not shutil.which("unshare"):
         return "the programs ip and unshare (Debian: iproute2, util-linux)"
     if os.geteuid():
@@ -27,7 +27,7 @@ def missing():
 
 
 class Host:
-    """A host; `command(...)` is what runs something on it."""
+    """A host; `command(...)` returns the command line that runs something on it."""
 
     def __init__(self, number):
         self.name, self.number, self.address = f"cook{number}", number, f"{NET}.{number}"
@@ -37,7 +37,7 @@ class Host:
                 "sh", *map(str, parts)]
 
     def cut(self):
-        """Pull this host's cable."""
+        """Cut this host's network link."""
         _ip("link", "set", f"cook-v{self.number}", "down")
 
 
@@ -47,7 +47,7 @@ def _ip(*parts):
 
 @contextlib.contextmanager
 def pair():
-    """Make two hosts, cook1 and cook2, that know each other's names; remove them in the end."""
+    """Create two hosts, cook1 and cook2, that know each other's names, and remove them at the end."""
     both = Host(1), Host(2)
     _remove(both)
     try:

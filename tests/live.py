@@ -1,4 +1,4 @@
-"""A launch that a test watches and disturbs while it runs."""
+"""A launch that a test observes and interrupts while it runs."""
 import contextlib
 import os
 import re
@@ -13,7 +13,7 @@ from conftest import ROOT, descendants, processes_of_session
 
 
 class Live:
-    """A command in a session of its own, both of its outputs read line by line as they come.
+    """A command in a separate session, whose two output streams are read line by line.
 
         with Live(PYTHON, "train.py") as run:
             run.wait_for("epoch +1/")
@@ -64,11 +64,11 @@ class Live:
         return processes_of_session(self.process.pid)
 
     def family(self):
-        """Return the command's process and all that descend from it."""
+        """Return the command's process and all its descendants."""
         return descendants(self.process.pid) if self.process.poll() is None else []
 
     def ranks(self):
-        """Return {rank: process} of those that a launcher has started."""
+        """Return {rank: process} for the processes that a launcher has started."""
         found = {}
         for pid in self.family():
             with contextlib.suppress(OSError):  # it has ended
@@ -77,7 +77,7 @@ class Live:
         return found
 
     def with_torch(self):
-        """Return how many of the family's processes have begun to import torch."""
+        """Return how many of these processes have begun to import torch."""
         count = 0
         for pid in self.family():
             with contextlib.suppress(OSError):  # it has ended
@@ -115,7 +115,7 @@ class Live:
 
 
 def alive(pid):
-    """Return whether a process is there and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
     except OSError:
@@ -123,5 +123,5 @@ def alive(pid):
 
 
 def ours(lines):
-    """Return the lines that the scripts themselves have written as errors, among a launcher's."""
+    """Return the error lines of the scripts themselves, without those of a launcher."""
     return [line for line in lines if re.match(r"(train|loader)\w*\.py: error: ", line)]

@@ -38,7 +38,7 @@ COMMANDS = {script: [*command(script), *ARGUMENTS, *SPECIAL.get(script, [])] for
 
 
 class Lost(AssertionError):
-    """Something was lost, torn or left behind."""
+    """A checkpoint was lost or damaged, or a process was left running."""
 
 
 def check(holds: bool, what: str, live: Live) -> None:

@@ -23,7 +23,7 @@ TAG = "# slurm test nodes"
 
 
 def missing():
-    """Return what is missing to start a cluster, as one phrase; "" where nothing is."""
+    """Return what is missing to start a cluster, as one phrase, or "" if nothing is."""
     absent = [name for name in PROGRAMS if not _find(name)]
     if absent:
         return f"the programs {', '.join(absent)} (Debian: slurm-wlm, munge)"

@@ -1,4 +1,4 @@
-"""check.py as it is launched: good machines, faults that one process shows, its decisions as functions of values."""
+"""check.py: launches on good machines, faults that one process can show, and its decisions for given values."""
 import json
 import socket
 
@@ -35,7 +35,7 @@ def test_one_process_needs_no_launcher(tmp_path):
 
 
 def test_two_processes_fill_the_table(tmp_path):
-    """The errors of good machines are none; what else runs on this machine may cause warnings."""
+    """Good machines give no errors; other load on this machine may cause warnings."""
     said = good(run(*LAUNCH, "--nproc_per_node=2", "check.py", "--cpu", "--folder", tmp_path, "--params", "100M")).out
     assert "rank 0 on " in said and "rank 1 on " in said and "error" not in said
     for name in check.COLLECTIVES:
@@ -60,7 +60,7 @@ def test_a_rank_that_never_comes_is_named():
 
 @pytest.mark.parametrize(("address", "name"), [("localhost", "port"), ("no-such-host.invalid", "name")])
 def test_what_a_lone_rank_cannot_reach_is_named(address, name):
-    """Nothing listens on the port; no host has the name."""
+    """Nothing listens on the port, or no host has the name."""
     port = free_port()
     result = run(PYTHON, "check.py", "--cpu", "--json", "--limit", "3", env=by_hand(1, 2, port, address))
     report = json.loads(result.out)

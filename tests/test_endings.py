@@ -1,4 +1,4 @@
-"""A failure ends the launch and shows its cause, also where destroying the group would wait for the others."""
+"""A failure ends the launch and shows its cause, even if destroying the group would wait for the other processes."""
 import os
 import re
 import signal
@@ -42,7 +42,7 @@ def test_a_good_run_destroys_the_group(tmp_path):
 
 
 def test_a_process_that_fails_does_not_wait_for_the_others(broken_photo, tmp_path):
-    """A picture that one process cannot read: it names the picture and ends; the other waits in an all-reduce."""
+    """One process cannot read an image: it names the image and exits, while the other waits in an all-reduce."""
     data, broken = broken_photo
     with Live(*around(tmp_path, "train_DDP.py", "--dataset", "folder", "--data-path", data, "--batch-size", "4",
                       "--workers", "1")) as live:
@@ -54,7 +54,7 @@ def test_a_process_that_fails_does_not_wait_for_the_others(broken_photo, tmp_pat
 
 
 def test_a_mistake_of_ones_own_keeps_its_traceback(tmp_path):
-    """Tensors of different sizes in a dataset, as a user brings one: not "out of memory", and nothing waits."""
+    """A user's dataset returns tensors of different sizes: the error is not "out of memory", and nothing hangs."""
     script = copy_out("train_DDP.py", tmp_path / "mine")
     data = script.parent / "common/datasets.py"
     text = data.read_text()
@@ -70,7 +70,7 @@ def test_a_mistake_of_ones_own_keeps_its_traceback(tmp_path):
 
 @pytest.mark.drill
 def test_ctrl_c_does_not_wait_for_the_others(tmp_path):
-    """One process alone is interrupted, in the middle of training."""
+    """Only one process is interrupted, in the middle of training."""
     with Live(*around(tmp_path, "train_DDP.py", "--epochs", "1000")) as live:
         live.wait_for("^epoch +1/")
         os.kill(live.ranks()[1], signal.SIGINT)
@@ -78,7 +78,7 @@ def test_ctrl_c_does_not_wait_for_the_others(tmp_path):
 
 
 def test_ctrl_c_ends_what_the_script_has_started(tmp_path):
-    """mp.spawn's processes; drills/test_faults.py has other signals, moments and launchers."""
+    """Here, mp.spawn's processes; drills/test_faults.py tests other signals, moments and launchers."""
     with Live(PYTHON, "train_mp.py", "--epochs", "1000", "--workers", "0", "--output-dir", tmp_path) as live:
         live.wait_for("^epoch +2/")
         live.interrupt()
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_what_the_script_has_started(tmp_path):
 
 @pytest.mark.parametrize("launcher", [pytest.param([*LAUNCH, "--nproc_per_node=2"], marks=pytest.mark.drill), None])
 def test_a_batch_that_the_processes_cannot_share(tmp_path, launcher):
-    """One line of ours, also under a launcher, which adds a report of its own and exits with 1."""
+    """The script prints one line, also under a launcher, which adds its own report and exits with 1."""
     command = [*launcher, "train_DDP.py"] if launcher else [PYTHON, "train_mp.py"]
     result = run(*command, "--batch-size", "63", "--output-dir", tmp_path)
     said = ours(result.err.splitlines())
@@ -102,7 +102,7 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path, launcher):
 @pytest.mark.drill
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_loaders_workers_end_with_a_killed_process(method):
-    """Also under forkserver, Python 3.14's default on Linux, where their parent is the server."""
+    """Under forkserver, too, Python 3.14's default on Linux, where the workers' parent is the fork server."""
     process = subprocess.Popen([PYTHON, PROGRAMS / "loading.py", method], env=os.environ | FROM_ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "reading\n"
@@ -121,14 +121,14 @@ def test_a_loaders_workers_end_with_a_killed_process(method):
 
 @pytest.mark.drill
 def test_processes_find_out_that_they_share_a_device():
-    """Before there is a group, through the store that the group then uses too; as on a laptop with one GPU."""
+    """They use the store before the group exists, and the group then uses it, too: as on a laptop with one GPU."""
     said = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "shared.py", "GPU-1", env=FROM_ROOT)).out
     assert (said.count("shared"), said.count("apart")) == (2, 0)
 
 
 @pytest.mark.drill
 def test_processes_that_srun_started_share_a_device():
-    """Rank 0 serves the store itself there, and the group finds it again at the same port."""
+    """Under srun, rank 0 itself serves the store, and the group finds it at the same port."""
     from concurrent.futures import ThreadPoolExecutor
 
     with socket.create_server(("127.0.0.1", 0)) as server:

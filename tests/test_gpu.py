@@ -78,7 +78,7 @@ def command(place, script, *options, processes=0, program=()):
 
 
 def quiet(result):
-    """Return the result of a run that must have gone well, and without a warning that EXPLAINED does not list."""
+    """Return the result of a run that must have succeeded, with no warning except those that EXPLAINED lists."""
     noise = unexplained(good(result).err, WARNING, EXPLAINED)
     assert not noise, "\n".join(noise)
     return result
@@ -90,7 +90,7 @@ def train(*where, env=EXACT, **how):
 
 @pytest.fixture
 def trained(once):
-    """Return a function that does a run of train() once for all tests, and returns its folder."""
+    """Return a function that does each run of train() once for all tests, and returns its folder."""
     def get(*where, processes=0):
         def make(folder):
             result = train(*where, "--output-dir", folder, processes=processes)
@@ -132,7 +132,7 @@ KINDS = {"CUDA": bool(torch.version.cuda) and GPUS > 0, "ROCm": bool(torch.versi
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.skipif(not here, reason=f"needs {kind}"))
                                   for kind, here in KINDS.items()])
 def test_this_kind_of_device_trains_what_a_cpu_trains(near, trained, kind):
-    """By default: on Windows, two processes, whatever device they choose."""
+    """With the default device; on Windows, two processes may choose any device."""
     script, processes = ("train_DDP.py", 2) if kind == "Windows" else ("train.py", 0)
     near(distance(trained("cpu", "train.py", *SAME) / "last.pt",
                   trained("gpu", script, *SAME, processes=processes) / "last.pt"), 1e-4)
@@ -160,7 +160,7 @@ def test_two_gloo_processes_on_one_device_train_1000_steps_as_one(near, trained,
 
 @rows("place, script", cases=[(script,) for script in SHARDED], cpu=False)
 def test_two_processes_do_not_shard_a_model_on_one_gpu(tmp_path, place, script):
-    """gloo has no way to send what they send from a GPU, and NCCL refuses the second process."""
+    """gloo cannot send their messages from a GPU, and NCCL rejects the second process."""
     result = run(*command(place, script, "--model", "vit", "--output-dir", tmp_path, processes=2), env=ONE_GPU)
     assert result.code == 1 and len(ours(result.err.splitlines())) == 1, result.err
     assert f'{script}", line' not in result.err
@@ -204,7 +204,7 @@ def test_with_deterministic_a_resumed_run_is_bit_equal(photos, tmp_path, place, 
 
 @rows(cpu=False)
 def test_a_device_that_is_named_is_used(tmp_path, place):
-    """The CPU in train_DP.py; the named device under one process, not under two."""
+    """train_DP.py uses the CPU; one process uses the named device, and two reject it."""
     last, once = f"cuda:{GPUS - 1}", ["--epochs", "1", "--output-dir", tmp_path]
     assert train(place, "train_DP.py", "--device", "cpu", *once).out.startswith("cpu: ")
     assert train(place, "train_DDP.py", "--device", last, *once).out.startswith(f"{last}: ")
@@ -246,7 +246,7 @@ def test_compiling_a_resnet_meets_no_recompile_limit(photos, tmp_path, place):
 
 @rows("place, name", cases=[("loader",), ("loader_streaming",), ("loader_DALI",)])
 def test_a_loader_delivers_the_same_pairs(trained, tmp_path, place, name):
-    """Its first pairs are those of loader.py on the CPU, decoded there or by the device."""
+    """The first pairs equal those of loader.py on the CPU, whether the CPU or the device decodes them."""
     from torchvision.io import read_image
 
     if name == "loader_DALI" and not importlib.util.find_spec("nvidia.dali"):
@@ -272,7 +272,7 @@ def test_verify_finds_the_same_model(tmp_path, place):
 
 @rows(cpu=False)
 def test_memory_stays_flat_over_20_epochs(tmp_path, place):
-    """The peak grows no more once evaluation has run."""
+    """The peak stops growing after the first evaluation."""
     result = train(place, "train_DDP.py", "--epochs", "20", "--output-dir", tmp_path)
     peaks = re.findall(r"([\d,]+) MiB$", result.out, re.M)
     assert len(peaks) == 20 and len(set(peaks[1:])) == 1, peaks
@@ -280,7 +280,7 @@ def test_memory_stays_flat_over_20_epochs(tmp_path, place):
 
 @rows(cpu=False)
 def test_out_of_memory_is_one_line(tmp_path, place):
-    """Another process holds all but 1 GiB of the GPU."""
+    """Another process allocates all but 1 GiB of the GPU."""
     hold = ("import sys, torch; held = torch.empty(torch.cuda.mem_get_info(0)[0] - 2**30, dtype=torch.uint8, "
             "device='cuda:0'); print('held', flush=True); sys.stdin.read()")
     with subprocess.Popen([PYTHON, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -307,7 +307,7 @@ def test_the_detector_trains(tmp_path, place, options):
     (2, "train_FSDP.py", ["--replicas", "2"]), (2, "train_PP.py", ["--chunks", "2"]), (2, "train_DCP.py", []),
     (4, "train_FSDP.py", ["--replicas", "2"]), (4, "train_TP.py", ["--tensor-parallel", "2"]), (4, "train_PP.py", [])])
 def test_several_devices_train_the_baselines_model(near, trained, place, gpus, script, options):
-    """The weights and the momentum."""
+    """The test compares the weights and the momentum."""
     baseline, variant = trained(place, "train.py", *VIT), trained(place, script, *options, *VIT, processes=gpus)
     near(gap(baseline / "last.pt", variant / "last.pt"), 1e-5)
 
@@ -361,7 +361,7 @@ def test_a_checkpoint_saved_while_training_goes_on_is_that_of_its_epoch(near, tm
 
 @rows(gpus=2, cpu=False)
 def test_a_sharded_model_learns_in_bf16_and_takes_less_memory(tmp_path, place):
-    """The more of the memory is the model, the nearer to half."""
+    """The larger the model's part of the memory, the closer the ratio is to one half."""
     peaks = []
     for script, options in (("train_DDP.py", []), ("train_FSDP.py", ["--bf16"])):
         result = train(place, script, *options, "--model", "vit_base", "--epochs", "2", "--lr", "0.01", "--output-dir",
@@ -373,7 +373,7 @@ def test_a_sharded_model_learns_in_bf16_and_takes_less_memory(tmp_path, place):
 
 @rows(gpus=2, cpu=False)
 def test_sync_batchnorm_sees_the_whole_batch(photos, tmp_path, place):
-    """With it, two processes train a network with BatchNorm as one process does; without it they do not."""
+    """Two processes train a network with BatchNorm as one process does only with SyncBatchNorm."""
     resnet = ["--dataset", "folder", "--data-path", photos, "--model", "resnet18", "--batch-size", "12", "--epochs",
               "1", "--lr", "0.001", "--output-dir"]
     train(place, "train.py", *resnet, tmp_path / "one")
@@ -393,7 +393,7 @@ def test_two_processes_train_the_detector_of_one(near, tmp_path, place, options)
 
 @rows(gpus=2)
 def test_a_failure_ends_the_job_at_once(photos, tmp_path, place):
-    """A picture that one rank cannot read. Under NCCL, destroying the group would wait for the other process."""
+    """One rank cannot read an image. Under NCCL, destroying the group would wait for the other process."""
     for split in ("train", "val"):
         shutil.copytree(photos, tmp_path / "data" / split)
     (tmp_path / "data/train/ash/03.jpg").write_bytes(b"")
@@ -403,7 +403,7 @@ def test_a_failure_ends_the_job_at_once(photos, tmp_path, place):
 
 
 def rank1(live):
-    """Return the process of rank 1 of a launch that has begun to train."""
+    """Return the process of rank 1 in a launch that has begun to train."""
     live.wait_for("^epoch +1/")
     return next(pid for pid in live.family() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
 
@@ -418,7 +418,7 @@ def test_a_killed_rank_ends_the_job(tmp_path, place):
 
 @rows(gpus=2)
 def test_a_rank_that_sleeps_ends_the_job_after_the_timeout(tmp_path, place, record_property):
-    """gloo raises, and our line says so; NCCL's watchdog ends the process with SIGABRT and its own words."""
+    """gloo raises an error, and the script prints one line; NCCL's watchdog aborts the process with its own message."""
     with Live(*command(place, "train_DDP.py", "--epochs", "1000", "--timeout", "20", "--output-dir", tmp_path,
                        processes=2)) as live:
         os.kill(rank1(live), signal.SIGSTOP)
@@ -454,7 +454,7 @@ def test_with_deterministic_two_runs_are_bit_equal(tmp_path, place, gpus):
 
 @rows("place, gpus", None, cases=[(2,), (4,), (8,)])
 def test_the_copies_of_a_tensor_group_do_not_drift_apart(tmp_path, place, gpus, record_property):
-    """In the steps of an epoch, nothing synchronizes the weights outside the plan: each rank computes them alike."""
+    """Within an epoch, nothing synchronizes the weights outside the plan: each rank must compute the same values."""
     step, epochs = ("1000", "17") if place == "gpu" else ("100", "2")
     result = train(place, "train_TP.py", "--model", "vit", "--tensor-parallel", "2", "--batch-size", "24", "--epochs",
                    epochs, "--output-dir", tmp_path, processes=gpus, program=[PROGRAMS / "replicas.py", step])
@@ -491,7 +491,7 @@ def test_two_hosts_train_the_baselines_model(near, trained, hosts, tmp_path, pla
 
 @rows(needs=NO_HOSTS)
 def test_a_process_lost_on_the_second_host_ends_the_job_and_it_resumes(hosts, tmp_path, place):
-    """A host that loses its power is not shown: nobody can switch it on again from here."""
+    """The test does not power off a host, because it could not switch the host on again."""
     script = command(place, "train_elastic.py", "--snapshot-every", "5", "--resume", "auto", "--output-dir", tmp_path)
     note = ["sh", "-c", f'echo $$ $SLURMD_NODENAME > {tmp_path}/task$SLURM_PROCID; exec "$@"', "sh"]
     with Live(*SRUN, *note, *script, "--epochs", "1000", env=hosts) as live:

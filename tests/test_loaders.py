@@ -1,4 +1,4 @@
-"""The loaders: what they deliver, on one to three processes, from files that tell where each pixel was."""
+"""The loaders: their batches on one to three processes, from files whose pixels encode their own position."""
 import importlib.util
 import json
 import re
@@ -34,7 +34,7 @@ def job(name, script, source, *arguments, action="watch"):
 
 
 class Noted(SimpleNamespace):
-    """What a job has noted on one process; a test that asks for something else fails, and says what there is."""
+    """A job's notes from one process; a test that asks for a missing note fails and lists the existing ones."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -43,7 +43,7 @@ class Noted(SimpleNamespace):
 
 
 def launch(folder, processes, jobs):
-    """Run the jobs in one launch of the driver; return their results by name, one for each rank."""
+    """Run the jobs in one launch of the driver; return {name: results, one for each rank}."""
     folder.mkdir(parents=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     launcher = [PYTHON] if processes == 1 else [*TORCHRUN, f"--nproc-per-node={processes}"]
@@ -164,7 +164,7 @@ def describe(images, side):
 
 
 def batches(epoch):
-    """Return what the batches of one epoch are made of, having checked that no pair is torn."""
+    """Return the pairs in the batches of one epoch; check that both images of each pair belong together."""
     found = []
     for images, targets in epoch:
         assert all(part.dtype == torch.float32 and part.is_contiguous() for part in (images, targets))
@@ -379,7 +379,7 @@ def test_what_cannot_be_used_is_named(spoiled, script, case):
 
 @pytest.mark.drill
 def test_a_stream_that_was_killed_goes_on_with_the_pairs_that_are_left(tmp_path, marked):
-    """A buffer smaller than a worker's part and larger than a shard: pairs of many shards are left at the kill."""
+    """The buffer is larger than a shard and smaller than a worker's part, so the kill leaves pairs of many shards."""
     arguments = ["--data-source", sharded(tmp_path / "shards", marked, 3), "--resize", 0, "--crop", CROP,
                  "--batch-size", 2, "--workers", 2, "--shuffle-buffer", 5, "--device", "cpu"]
 
@@ -415,7 +415,7 @@ def test_a_bad_file_ends_a_launch_in_one_line(tmp_path, script):
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
-    """As README has it, two processes with loader.py; and each on its own with loader_DALI.py."""
+    """loader.py runs on two processes, as in README; loader_DALI.py runs on one."""
     size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24", **STRICT}  # the terminal that `run` opens has none
     launcher, split = ([*LAUNCH, "--nproc_per_node=2"], "train") if script == "loader" else ([PYTHON], "test")
     command = [*launcher, ROOT / f"{script}.py", "--split", split, "--workers", "1", "--preview", "out/pairs.png",
@@ -439,7 +439,7 @@ def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
 
 
 def test_dali_is_an_extra(tmp_path):
-    """A package `nvidia` without `dali` hides the installed one, as if it were not there."""
+    """A package `nvidia` without `dali` hides the installed one, as if DALI were not installed."""
     (tmp_path / "nvidia").mkdir()
     (tmp_path / "nvidia" / "__init__.py").touch()
     finished = run(PYTHON, ROOT / "loader_DALI.py", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)

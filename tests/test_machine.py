@@ -1,4 +1,4 @@
-"""What the processes of one machine share: its cores, and one copy of a data set that one of them downloads."""
+"""Resources that the processes of one machine share: the cores, and a dataset that one of them downloads."""
 import collections
 import gzip
 import hashlib
@@ -79,5 +79,5 @@ def test_one_process_downloads_and_the_others_find_it_there(launched):
 
 
 def test_no_more_processes_than_cores(launched):
-    """The launcher and the two that train: with a core each there is none left for a worker of a loader."""
+    """There are a launcher and two training processes: with one core each, no core is left for a loader worker."""
     assert launched.processes == 3, launched.said

@@ -22,7 +22,7 @@ def test_every_difference_from_the_parents_is_marked(path):
 
 @pytest.mark.parametrize("path", CHILDREN, ids=name_of)
 def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
-    """It shows nothing else: at most one hunk for each own block."""
+    """The diff shows nothing else: at most one hunk per own block."""
     [parent] = markers.parents_of(path)
     shown = subprocess.run(["diff", "--unified=0", parent, path], capture_output=True, text=True).stdout
     hunks = re.findall(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", shown, re.M)

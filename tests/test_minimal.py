@@ -1,4 +1,4 @@
-"""minimal/: all scripts train the same model, and measure, stop and save alike."""
+"""minimal/: all scripts train the same model, and evaluate, stop and save in the same way."""
 import re
 import runpy
 import shutil
@@ -50,7 +50,7 @@ def trained(tmp_path_factory, environment):
 @pytest.mark.parametrize("name", ["on 2", "grad_accum", "FSDP",
                                   *(pytest.param(name, marks=pytest.mark.drill) for name in ("on 1", "on 3"))])
 def test_any_number_of_processes_trains_the_same_model(trained, name):
-    """Neither the batches nor the micro-batches nor the validation set fit evenly."""
+    """The batches, the micro-batches and the validation set do not divide evenly."""
     assert ROWS % BATCH and VAL_ROWS % 2 and VAL_ROWS % 3 and VAL_ROWS % BATCH and BATCH // 2 % 5
     (baseline, lines), (folder, same_lines) = trained("train.py"), trained(name)
     assert distance(baseline / "best.pt", folder / "best.pt") < 1e-11
@@ -58,7 +58,7 @@ def test_any_number_of_processes_trains_the_same_model(trained, name):
 
 
 def test_mixed_precision_trains_on_two_processes(trained):
-    """In float64, which autocast leaves as it is: only the loss is float32."""
+    """It runs in float64, which autocast does not change: only the loss is float32."""
     assert trained("amp")[1] == trained("train.py")[1][:2]
 
 
@@ -75,7 +75,7 @@ def test_the_run_lowers_the_learning_rate_and_stops_early(trained):
 
 @pytest.mark.parametrize("name", FEW)
 def test_the_checkpoint_is_one_file_for_the_plain_model_and_its_loss_counts_each_row_once(trained, name):
-    """The loss is that of the whole validation set at once, without a loader or a sampler."""
+    """The expected loss is computed over the whole validation set at once, without a loader or a sampler."""
     folder, _ = trained(name)
     assert [path.name for path in folder.iterdir()] == ["best.pt"]
     state = torch.load(folder / "best.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""A new script needs the script, a line in README.md and README.zh-CN.md, a section of docs/scripts.md: no more."""
+"""A new script needs only the script, a line in each README and a section of docs/scripts.md."""
 import shutil
 import sys
 

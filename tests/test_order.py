@@ -1,4 +1,4 @@
-"""Which samples come when, and how they are augmented, follows from (seed, epoch, index) and from nothing else."""
+"""The order of samples and their augmentation depend only on (seed, epoch, index)."""
 import pytest
 import torch
 from conftest import FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, good, load, run

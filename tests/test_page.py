@@ -1,4 +1,4 @@
-"""The page can be built, it loads nothing, and the texts that it is built from have their form."""
+"""The page can be built, it loads nothing, and its source texts have the required form."""
 import ast
 import re
 import subprocess

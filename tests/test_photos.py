@@ -1,4 +1,4 @@
-"""A folder of pictures: augmentation, BatchNorm, workers, frozen layers."""
+"""A folder of images: augmentation, BatchNorm, workers, frozen layers."""
 import re
 import shutil
 
@@ -29,7 +29,7 @@ def trained(photos, once):
 
 @pytest.mark.drill
 def test_with_augmentation_and_frozen_batchnorm_two_processes_train_the_same_model(trained):
-    """BatchNorm in training mode cannot: it sees a process's own part of the batch (or, with --sync-bn, all of it)."""
+    """BatchNorm in training mode would differ: without --sync-bn, it sees only the process's part of the batch."""
     one, two, longer = (trained(name)[0] for name in ("exact 1", "exact 2", "frozen"))
     assert distance(one / "last.pt", longer / "last.pt") > 1e-3  # it did train
     assert distance(one / "last.pt", two / "last.pt") < 1e-11
@@ -44,7 +44,7 @@ def test_freezing_trains_the_classifier_alone_and_batchnorm_does_not_drift(train
 
 
 def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
-    """Each process has running statistics of its own: the accuracy must be that of the saved ones."""
+    """Running statistics differ between processes: the accuracy must be measured with the saved ones."""
     folder, result = trained("whole")
     said = good(run(PYTHON, "train.py", "--evaluate", "--resume", folder / "last.pt", *RESNET, "--data-path", photos,
                     "--output-dir", tmp_path)).out
@@ -54,7 +54,7 @@ def test_what_was_measured_is_what_was_saved(trained, photos, tmp_path):
 
 
 def test_a_process_may_have_nothing_to_evaluate(photos, tmp_path):
-    """One picture for two processes (and so one class): nothing waits for both of them, BatchNorm's buffers neither."""
+    """Two processes share one image, so there is one class: nothing may wait for both, not even BatchNorm's buffers."""
     for split, numbers in (("train", range(4)), ("val", [4])):
         (tmp_path / split / "ash").mkdir(parents=True)
         for number in numbers:
@@ -66,7 +66,7 @@ def test_a_process_may_have_nothing_to_evaluate(photos, tmp_path):
 
 @pytest.mark.drill
 def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(trained, photos, tmp_path):
-    """Under mp.spawn, whose workers start by spawn too."""
+    """It runs under mp.spawn, where loader workers also start by spawn."""
     folder = trained("whole")[0]
     good(run(PYTHON, "train_mp.py", "--workers", "1", *RESNET, "--data-path", photos, "--output-dir", tmp_path,
              "--resume", folder / "epoch-001.pt"))

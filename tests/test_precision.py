@@ -1,4 +1,4 @@
-"""Sixteen bits: the forward pass computes in them, and learns what float32 learns but for their digits."""
+"""16 bits: the forward pass uses them, and the model learns as in float32, apart from rounding."""
 import os
 import re
 import shutil
@@ -66,7 +66,7 @@ def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
 @pytest.mark.drill
 @pytest.mark.parametrize(("precision", "ending"), [("bf16", "SIGTERM"), ("fp16", "SIGKILL")])
 def test_a_combined_run_that_was_ended_resumes_bit_for_bit(few_digits, precision, ending):
-    """With all that a snapshot must hold: the scale, the average, the warm-up's count."""
+    """The snapshot must contain the scale, the average and the warm-up's count."""
     command = [*COMBINED, "--precision", precision, "--snapshot-every", "1", "--ema", "0.9", "--warm-up", "3"]
     folder, whole = few_digits(*command, output=f"whole-{precision}")
     with Live(*command, *FEW, "--output-dir", ending, cwd=few_digits.folder) as live:
@@ -82,7 +82,7 @@ def test_a_combined_run_that_was_ended_resumes_bit_for_bit(few_digits, precision
 
 @pytest.mark.drill
 def test_an_overflow_in_one_micro_batch_of_one_rank_skips_the_step_on_all(few_digits):
-    """The other ranks, the scale, the warm-up and the average agree on which steps were taken."""
+    """All ranks, the scale, the warm-up and the average agree on which steps were taken."""
     command = [*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "overflow.py", *COMBINED[5:], "--precision", "fp16"]
     result = good(run(*command, *FEW, "--ema", "0.9", "--warm-up", "3", "--output-dir", "overflow",
                       cwd=few_digits.folder, env={"PYTHONPATH": str(few_digits.folder)}))
@@ -95,7 +95,7 @@ def test_an_overflow_in_one_micro_batch_of_one_rank_skips_the_step_on_all(few_di
 
 @pytest.mark.drill
 def test_the_average_is_that_of_the_updates(few_digits):
-    """One update in each epoch, whose checkpoint has the weights."""
+    """Each epoch has one update, and its checkpoint contains the weights."""
     folder, result = few_digits(*COMBINED, "--precision", "fp32", "--ema", "0.75", output="average",
                                 resume=["--batch-size", "48", "--epochs", "3"])
     first, *later = (load(folder / f"epoch-{epoch:03}.pt") for epoch in (1, 2, 3))
@@ -109,7 +109,7 @@ def test_the_average_is_that_of_the_updates(few_digits):
 
 @pytest.mark.drill
 def test_every_micro_batch_has_the_scale_and_the_smoothing(few_digits):
-    """fp16 differs from fp32 in its digits alone; three micro-batches make the step of one, smoothed or not."""
+    """fp16 differs from fp32 only by rounding; three micro-batches take the same step as one, smoothed or not."""
     one = ["--precision", "fp32", "--accum-steps", "1"]
     plain, half, smooth, whole = (few_digits(*COMBINED, output=f"micro-{number}", resume=options)[0] / "last.pt"
                                   for number, options in enumerate([
@@ -121,7 +121,7 @@ def test_every_micro_batch_has_the_scale_and_the_smoothing(few_digits):
 
 @pytest.mark.drill
 def test_compiled_blocks_train_the_same_model(few_digits):
-    """Needs a C++ compiler, whose code rounds in another order; four equal blocks are compiled once."""
+    """It needs a C++ compiler, whose code rounds in a different order. Four equal blocks compile only once."""
     vit = [*COMBINED, "--precision", "fp32", "--model", "vit"]
     folders = [few_digits(*vit, *options, output=f"compiled-{len(options)}")[0] / "last.pt"
                for options in ([], ["--compile"])]

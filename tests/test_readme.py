@@ -1,4 +1,4 @@
-"""README.md and docs/scripts.md: they name every script, and their options are those of the scripts."""
+"""README.md and docs/scripts.md name every script, and the scripts have the options that these pages use."""
 import re
 import runpy
 import shlex
@@ -36,7 +36,7 @@ def test_every_script_is_named_in_both_languages_and_has_a_section():
     pytest.param(path, marks=[pytest.mark.drill] * (path.name == "loader_DALI.py"), id=name_of(path))
     for path in markers.scripts()])
 def test_every_option_in_the_readme_and_the_docstrings_exists(path, monkeypatch, capsys):
-    """Those of --help, which also shows that a script starts without a device or data; not in 20 processes."""
+    """--help lists them, and shows that a script starts without a device or data. All scripts run in one process."""
     texts = README + EXCERPTS + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
     texts = re.sub(r"\\\n\s*", "", texts)  # one line for each command
     name = name_of(path)

@@ -1,4 +1,4 @@
-"""Every variant, as launched, trains the baseline's model, measures it exactly, and resumes to the same bits."""
+"""Every variant, when launched, trains the baseline's model, evaluates it exactly, and resumes bit for bit."""
 import os
 import pickle
 import re
@@ -28,7 +28,7 @@ def test_trains_the_same_model_as_the_baseline(runs, name):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_shows_the_numbers_of_the_baseline(runs, name):
-    """The mean loss over all processes, micro-batches and stages, at the rate that the epoch used."""
+    """The loss is the mean over all processes, micro-batches and stages; the learning rate is the one that was used."""
     reference, shown = (epochs(runs(script)[1].out) for script in ("train.py", name))
     assert [line["lr"] for line in shown] == [line["lr"] for line in reference] and reference[0]["lr"] == 0.0375
     for left, right in zip(reference, shown, strict=True):
@@ -46,7 +46,7 @@ def test_the_combined_script_is_its_parents_bit_for_bit(runs):
 
 
 def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs):
-    """Against the baseline, which has no sampler: two padded samplers would agree with each other."""
+    """The reference is the baseline, which has no sampler: two padded samplers would agree with each other."""
     from common.datasets import create_datasets
 
     assert len(create_datasets("digits", "", 0, "")[1]) == 359  # neither 2 nor 3 divides it
@@ -57,7 +57,7 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs):
 
 
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path):
-    """With other workers; train_DDP.py's: test_resume.py, the other scripts': drills/test_variants.py."""
+    """The number of workers changes. For train_DDP.py, see test_resume.py; for others, drills/test_variants.py."""
     folder, whole = runs("train.py")
     shutil.copy(folder / "epoch-002.pt", tmp_path / "last.pt")
     result = good(run(*RUNS["train.py"], "--workers", "2", "--resume", "auto", "--output-dir", tmp_path, env=FLOAT64))
@@ -68,7 +68,7 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path):
 
 @pytest.mark.parametrize(("script", "start"), [("train_elastic.py", "epoch-002.pt"), ("train_DCP.py", "step-0000028")])
 def test_a_stopped_run_resumes_within_its_epoch(runs, tmp_path, script, start):
-    """Two signals to one of two processes; the next command reaches the same bits: no sample is lost or read twice."""
+    """One of two processes gets two signals. The next command loses and repeats no sample: the bits are the same."""
     folder, whole = runs(script)
     command = [*RUNS[script], "--output-dir", tmp_path, "--resume"]
     with Live(*command, folder / start, "--log-every", "4", env=FLOAT64) as live:
@@ -112,7 +112,7 @@ def test_one_process_shows_one_bar(runs):
 
 
 def test_unused_parameters_are_looked_for_when_asked_for(runs):
-    """DDP complains of a model that has none: so it does look in the one run, not in the other."""
+    """DDP warns if a model has none, so the warning shows in which run it searches."""
     complaint = "did not find any unused parameters"
     assert complaint in runs("train_DDP.py on 3")[1].err
     assert complaint not in runs("train_DDP.py")[1].err
@@ -157,7 +157,7 @@ def test_a_checkpoint_holds_plain_values_under_plain_names(runs):
 
 
 def shapes(content):
-    """Return the content of a checkpoint with the shape and type of each tensor in its place."""
+    """Return the content of a checkpoint, with each tensor replaced by its shape and type."""
     if isinstance(content, dict):
         return {key: shapes(value) for key, value in content.items() if key not in ("score", "best_score")}
     return (content.shape, content.dtype) if isinstance(content, torch.Tensor) else content
@@ -174,7 +174,7 @@ def test_the_file_has_the_baselines_form_and_momentum(runs, script):
 
 
 def test_a_folder_is_resumed_by_another_number_of_processes(runs, tmp_path):
-    """Written by two within an epoch, read by one, which goes on; a torn folder is newer and does not count."""
+    """Two processes write it within an epoch, and one process resumes; a newer, incomplete folder is ignored."""
     folder, _ = runs("train_DCP.py")
     shutil.copytree(folder / "snapshot-0000033", tmp_path / "snapshot-0000033")
     (tmp_path / "step-0000099").mkdir()

@@ -9,7 +9,7 @@ import verify
 
 
 def test_two_scripts_train_the_same_model(tmp_path):
-    """The run ends after three steps, and nothing that it started is left: run() looks."""
+    """The run ends after three steps; run() checks that no process is left."""
     commands = [f"python train.py {shlex.join(SAME)} --output-dir {tmp_path}/one",
                 f"torchrun --nproc-per-node=2 train_DDP.py {shlex.join(SAME)} --output-dir {tmp_path}/two"]
     result = run("python", "-m", "verify", "--steps", "3", "--plot", tmp_path / "plot.svg",

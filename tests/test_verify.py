@@ -1,4 +1,4 @@
-"""verify names the cause of a difference, step and parameter; on records of small loops, forked from one process."""
+"""verify names the step, parameter and cause of a difference in records of small loops, forked from one process."""
 import json
 import os
 import re
@@ -132,7 +132,7 @@ def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
 
 
 def test_a_run_that_fails_does_not_differ(records, tmp_path):
-    """Its error is what the reader needs; the steps that are missing follow from it."""
+    """verify reports its error, not the missing steps that follow from it."""
     failed = verify.record(f"{sys.executable} {PROGRAMS / 'ending.py'} error", tmp_path / "run", 60)
     assert "a picture is broken" in failed.said
     assert verify.compare(records / "well", tmp_path / "run", failed=(None, failed))["cause"] is None
@@ -172,7 +172,7 @@ def test_two_parameters_that_look_alike_are_two():
 
 
 def test_samples_that_every_rank_reads_count_once():
-    """So it is in tensor and pipeline parallel: the batches have one size, and something else differs."""
+    """In tensor and pipeline parallelism, the batches have the same size, and something else differs."""
     a, b = (made(label, *[[("weight", [2], [0.0] * 3, [1.0, projection, 0.5], [0.0] * 3)]] * ranks)
             for label, ranks, projection in (("A", 1, 0.7), ("B", 2, 0.2)))
     difference = Difference(a, b, 0, "grad", match(a.at(0)[1], b.at(0)[1]))
@@ -180,7 +180,7 @@ def test_samples_that_every_rank_reads_count_once():
 
 
 def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path):
-    """Their steps must not be taken for those of one rank."""
+    """Their steps must not be treated as steps of one rank."""
     for number in ("1", "2"):
         (tmp_path / f"0-{number}.jsonl").write_text(next((records / "right on 1").glob("*.jsonl")).read_text())
     report = verify.compare(records / "right on 1", tmp_path)

@@ -1,4 +1,4 @@
-"""The detectors, as launched: every variant trains the model of train_yolov3.py and measures the same mAP."""
+"""The detectors, when launched: every variant trains the model of train_yolov3.py and measures the same mAP."""
 import re
 import subprocess
 

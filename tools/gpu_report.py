@@ -37,7 +37,7 @@ WORDS = {"passed": "passed", "failed": "**failed**", "skipped": "not run", "erro
 
 
 def note(path: Path, **entry: Any) -> None:
-    """Append an entry to the notes; it is on the disk when this returns."""
+    """Append an entry to the notes, and flush it to disk."""
     with path.open("a") as file:
         file.write(json.dumps(entry) + "\n")
         file.flush()
@@ -45,7 +45,7 @@ def note(path: Path, **entry: Any) -> None:
 
 
 def read(path: Path) -> dict[str, dict]:
-    """Return the notes by name; a line that a kill has cut short does not count."""
+    """Return the notes by name; ignore a line that a kill has truncated."""
     notes = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -60,7 +60,7 @@ def read(path: Path) -> dict[str, dict]:
 
 @pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(items: list) -> None:
-    """Note the names of all tests that --only finds, and keep those that are not done."""
+    """Note the names of all tests that match --only, and select those that are not done."""
     if NOTES not in os.environ:
         return
     path = Path(os.environ[NOTES])
@@ -82,7 +82,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Start no other test once the time for the tests is over."""
+    """Start no more tests once the time for tests is used up."""
     if NOTES in os.environ and time.time() > float(os.environ[UNTIL]):
         pytest.exit("the time for the tests is over")
 
@@ -101,7 +101,7 @@ class Measurement(NamedTuple):
 
 
 def measurements(count: int, device: str | None) -> Iterator[Measurement]:
-    """Yield what is measured on `count` GPUs, or on that many processes of a CPU; the bare step is first and last."""
+    """Yield the measurements for `count` GPUs, or for as many CPU processes; the bare step is first and last."""
     where = ["--device", device] if device else []
 
     def speeds(model: str, epochs: int, scripts: list[list[str]]) -> Iterator[Measurement]:
@@ -161,7 +161,7 @@ def measure(which: Measurement, folder: Path, limit: float) -> dict:
 
 
 def follow(name: str) -> dict[str, Any]:
-    """Return the options of Popen that send a process this signal when the report is killed; none but on Linux."""
+    """Return Popen options that send a process this signal when the report is killed; none except on Linux."""
     from common.launch import end_with_parent
 
     return {"preexec_fn": lambda: end_with_parent(name)} if sys.platform == "linux" else {}
@@ -179,7 +179,7 @@ def run_tests(notes: Path, device: str | None, only: str, until: float) -> None:
 # The report
 
 def machine(device: str | None) -> dict[str, Any]:
-    """Return what the results depend on: hardware, versions and the commit. It opens the GPUs; the report must not."""
+    """Return hardware, versions and the commit. It opens the GPUs, which the report's own process must not do."""
     import torch
 
     gpus = [] if device == "cpu" else list(range(torch.cuda.device_count()))
@@ -201,7 +201,7 @@ def machine(device: str | None) -> dict[str, Any]:
 
 
 def ask(*command: str) -> str:
-    """Return what a command prints; "" where it fails or is missing."""
+    """Return the output of a command, or "" if the command fails or is missing."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -225,7 +225,7 @@ def table(head: list[str], lines: Iterable[Iterable[object]]) -> str:
 
 
 def of_speed(lines: list[Measurement], notes: dict[str, dict]) -> str:
-    """Return a table of images/s, each as a share of the mean of both bare steps."""
+    """Return a table of images/s, each relative to the mean of both bare steps."""
     speeds = {line.what: found["speeds"] for line in lines if (found := notes.get(line.name, {})).get("speeds")}
     bare = [statistics.median(each) for what, each in speeds.items() if what.startswith("bare step")]
     rows = []
@@ -240,7 +240,7 @@ def of_speed(lines: list[Measurement], notes: dict[str, dict]) -> str:
 
 
 def write(path: Path, notes: dict[str, dict], wanted: list[Measurement]) -> None:
-    """Write the report, whatever has been done so far."""
+    """Write the report on everything done so far."""
     here = notes["machine"]["values"]
     names = notes.get("tests", {"names": []})["names"]
     tests = {name: notes.get(name, {"result": "skipped", "said": "the time was over", "seconds": 0}) for name in names}

@@ -1,4 +1,4 @@
-"""Put back every pitfall, one at a time, as tools/mutations.txt says, and check that the test named there fails.
+"""Put back every pitfall in tools/mutations.txt, one at a time, and check that the test named there fails.
 
     python tools/mutate.py                # all of them, two at a time, and the report
     python tools/mutate.py D1 D2.2        # only these, without a report

@@ -1,4 +1,4 @@
-"""The benchmarks run, in a copy of the repository: figures of a busy machine are not kept."""
+"""The benchmarks run in a copy of the repository, because figures from a busy machine must not be kept."""
 import json
 import re
 import shutil
@@ -16,7 +16,7 @@ COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_D
 
 @pytest.fixture
 def copy(tmp_path):
-    """Return a copy of the repository that has no results yet."""
+    """Return a copy of the repository without results."""
     for name in ("psutil", "matplotlib"):  # here, so that the names of the tests are known without them
         pytest.importorskip(name, reason=f"no {name}: pip install -r requirements-bench.txt")
     for name in ("common", "benchmarks", "tools"):
@@ -29,7 +29,7 @@ def copy(tmp_path):
 
 
 def only_result(copy, kind):
-    """Return the content of the one file of results that a benchmark wrote."""
+    """Return the content of the single results file that a benchmark wrote."""
     path, = (copy / "benchmarks/results").glob(f"{kind}-*.json")
     return json.loads(path.read_text())
 
@@ -61,7 +61,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(copy):
 
 
 def test_the_contenders_take_turns(copy):
-    """Each of them trains, in every round; a mistake is one line."""
+    """Each contender trains in every round; a mistake gives one line."""
     good(run(PYTHON, "-m", "benchmarks.floor", "--rounds", "2", "--epochs", "1", "--processes", "1", "--scripts",
              "train_DDP.py", "--others", "Accelerate", "Fabric", cwd=copy))
     content = only_result(copy, "floor")
@@ -91,7 +91,7 @@ def test_a_step_is_taken_apart(copy):
 
 
 def test_memory_counts_each_storage_once(copy):
-    """FSDP2 holds half of what DDP holds on two processes; DDP's gradients are its buckets, and no second copy."""
+    """On two processes, FSDP2 needs half of DDP's memory; DDP's gradients are its buckets, not a second copy."""
     good(run(PYTHON, "-m", "benchmarks.memory", "--model", "vit", "--processes", "2", "--scripts", "train_DDP.py",
              "train_FSDP.py", cwd=copy))
     ddp, fsdp = (one["ranks"] for one in only_result(copy, "memory")["runs"])

@@ -33,7 +33,7 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """Return a function that opens the page at an address, wide or narrow, light or dark, as a newcomer."""
+    """Return a function that opens the page at an address, wide or narrow, light or dark, without stored settings."""
 
     def open_page(address="", width=1366, dark=False):
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -53,7 +53,7 @@ def page(browser):
 
 
 def becomes(wanted, get):
-    """Wait until `get()` is what is wanted: some of what a browser does takes a moment."""
+    """Wait until `get()` returns the expected value, because some browser actions take time."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(None, 10, 0.02).until(lambda _: get() == wanted, f"not {wanted}")
@@ -79,7 +79,7 @@ def shown(browser, pairs, unified=False):
 
 
 def test_every_pair_shows_both_scripts_whole_and_the_numbers_of_the_markers(page):
-    """Each script beside its parents and beside the next one, both ways: all pairs take minutes."""
+    """The test compares each script with its parents and the next script, both ways: all pairs would take minutes."""
     browser = page()
     near = {*FAMILIES, *itertools.pairwise(SCRIPTS)}
     pairs = sorted(near | {pair[::-1] for pair in near})

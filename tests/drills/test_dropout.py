@@ -1,4 +1,4 @@
-"""Dropout, which no network here has: its masks follow from seed, epoch, step and rank."""
+"""Dropout, which no network here uses: its masks depend on seed, epoch, step and rank."""
 import re
 
 import pytest

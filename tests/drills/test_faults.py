@@ -1,4 +1,4 @@
-"""What happens to a run that is disturbed: it ends in one line, nothing is left behind, nothing saved is lost."""
+"""Interrupted runs: each ends with one line, leaves no process behind and loses nothing that was saved."""
 import contextlib
 import os
 import re
@@ -22,7 +22,7 @@ STAGES = {"start": None, "headline": "^cpu: batch", "training": "^epoch +1/"}
     ("train_mp.py", "start", "SIGTERM"), ("train_mp.py", "headline", "SIGTERM"), ("train.py", "start", "SIGINT"),
     ("train.py", "training", "SIGTERM"), ("torchrun", "training", "SIGTERM"), ("launch", "training", "SIGINT")])
 def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, stage, sent):
-    """Long before its 1,000 epochs, with an exit code that is not 0 and, once the script runs, one line of its own.
+    """It ends long before its 1,000 epochs, with a nonzero exit code and, once the script runs, one line of its output.
 
     While Python still imports torch, an interrupt ends the script as it ends any program: with a traceback.
     """
@@ -50,7 +50,7 @@ def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, sta
 
 
 def test_torchrun_restarts_after_each_kill(tmp_path):
-    """With the variable that train_elastic.py's docstring exports; torch 2.15 loses restarts without it."""
+    """The test sets the variable from train_elastic.py's docstring; without it, restarts fail in torch 2.15."""
     docstring = (ROOT / "train_elastic.py").read_text().split('"""')[1]
     name, value = re.search(r"export (\w+)=(\w+)", docstring).groups()
     command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", "train_elastic.py", *LONG, "--snapshot-every", "5",
@@ -111,7 +111,7 @@ def test_a_killed_launcher_leaves_no_workers(tmp_path):
 
 
 def test_one_output_folder_takes_one_run(tmp_path):
-    """A second run is refused, the first goes on; when it has ended, however it has, the folder is free."""
+    """A second run is rejected, and the first continues; however the first ends, the folder is then free."""
     with Live(PYTHON, "train.py", *LONG, "--output-dir", tmp_path) as live:
         live.wait_for("^epoch +1/")
         second = run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path)
@@ -129,7 +129,7 @@ def test_one_output_folder_takes_one_run(tmp_path):
 
 
 def test_runs_at_the_same_time(tmp_path, photos):
-    """Default ports, two of one script, one data folder, an output folder for each."""
+    """The runs use default ports, twice the same script, one data folder and separate output folders."""
     common = ["--dataset", "folder", "--data-path", photos, "--epochs", "1", "--batch-size", "12", "--workers", "0"]
     commands = [[PYTHON, "train_mp.py"], [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"], [PYTHON, "train_mp.py"]]
     with contextlib.ExitStack() as stack:
@@ -143,7 +143,7 @@ def test_runs_at_the_same_time(tmp_path, photos):
 
 @pytest.mark.parametrize("script", ["train_elastic.py", pytest.param("train_DCP.py", marks=pytest.mark.nightly)])
 def test_nothing_is_lost_to_kills(script):
-    """One kill -9, at a moment that differs from day to day; tests/random_kills.py has more."""
+    """There is one kill -9, at a time that depends on the date; tests/random_kills.py does more."""
     import datetime
 
     import random_kills

@@ -1,4 +1,4 @@
-"""verify on programs that do not know this repository: no false alarm, and the right cause of a typical bug.
+"""verify on programs from outside this repository: no false alarm, and the right cause of typical bugs.
 
 Each program in tests/programs/foreign, and each example of docs/your-own-loop.md, trains the same model on one process
 and on two. Each bug replaces lines of the program that runs on two processes, as people write them by mistake.
@@ -154,7 +154,7 @@ def source(program):
 
 
 def put_in(bug, folder):
-    """Copy the program of a bug into a folder, with the wrong lines; return the commands to compare."""
+    """Copy a program with a bug's wrong lines into a folder; return the commands to compare."""
     _, program, replacements = BUGS[bug]
     one, two = (command + OPTIONS.get(bug, "") for command in COMMANDS[program])
     replace_lines(Path(shutil.copy(source(program), folder)), dict(replacements))
@@ -197,7 +197,7 @@ def ask(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answer(ask, tmp_path_factory):
-    """Return a function that puts a bug in, once, and asks verify: bug to (exit code, JSON report)."""
+    """Return a function that runs verify on each bug once: bug to (exit code, JSON report)."""
     answers = {}
 
     def get(bug):
@@ -225,7 +225,7 @@ def test_the_minimal_pair_raises_no_alarm(ask, tmp_path):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(answer, bug):
-    """What is printed otherwise by the same models is a note."""
+    """If equal models print different metrics, verify only adds a note."""
     need(BUGS[bug][1])
     code, report = answer(bug)
     noted = BUGS[bug][0] == "metric" and report["notes"]

@@ -1,4 +1,4 @@
-"""What docs/hangs.md and docs/errors.md show of programs with several processes is what these programs print."""
+"""docs/hangs.md and docs/errors.md show what programs with several processes really print."""
 import re
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ ENDING = [command for command in COMMANDS if "torchrun" in command and ("--timeo
 
 
 def split(command):
-    """Return (environment, the command as this Python runs it)."""
+    """Return (environment, command for this Python)."""
     words = command.split()
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     words = words[len(variables):]
@@ -23,7 +23,7 @@ def split(command):
 
 
 def shows(output, line):
-    """Return whether a line of the page is in an output; `...` and what differs by machine may be anything."""
+    """Return whether a line of the page is in an output; `...` and machine-dependent parts match anything."""
     parts = re.split(r"\.\.\.|(?<=c10d\.py:)\d+|(?<=queue\.py:)\d+|(?<=\[rank\d\]: )|(?<=File \")", line)
     return re.search("[^\n]*".join(map(re.escape, parts)), output)
 
@@ -39,7 +39,7 @@ def test_a_command_prints_what_the_page_shows(command):
 
 @pytest.mark.parametrize("stuck", [[], ["--stuck"]])
 def test_py_spy_finds_the_missing_rank(stuck):
-    """All ranks but the missing one are in the all-reduce; what the page shows of each stack is there."""
+    """All ranks except the missing one are in the all-reduce, and each stack contains the lines on the page."""
     if not py_spy():
         pytest.skip("no py-spy: pip install -r requirements-drill.txt")
     block, = (block for block in BLOCKS if "py-spy" in block and ("--stuck" in block) == bool(stuck))

@@ -1,4 +1,4 @@
-"""launch/hosts.sh on two hosts, which are two network namespaces here: no scheduler, real links to cut."""
+"""launch/hosts.sh on two hosts, here two network namespaces, without a scheduler and with links that can be cut."""
 import os
 import re
 import signal
@@ -22,7 +22,7 @@ def both():
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Return the last checkpoint of an undisturbed run, by two processes on this machine."""
+    """Return the last checkpoint of an uninterrupted run of two processes on this machine."""
     folder = tmp_path_factory.mktemp("reference")
     good(run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", *ARGUMENTS, "--output-dir", folder))
     assert distance(folder / "epoch-012.pt", folder / "last.pt") > 1e-4  # it did train
@@ -30,7 +30,7 @@ def reference(tmp_path_factory):
 
 
 def start(host, nodes, *command, **settings):
-    """Start launch/hosts.sh on a host that has one of this machine's cores, as each of two processes here has."""
+    """Start launch/hosts.sh on a host with one of this machine's cores, as each of the two reference processes has."""
     cores = sorted(os.sched_getaffinity(0))
     core = str(cores[host.number % len(cores)])
     return Live(*host.command("taskset", "-c", core, "bash", "launch/hosts.sh", nodes, "cook1", *command),
@@ -46,7 +46,7 @@ def test_two_hosts_train_what_two_processes_train(both, reference, tmp_path):
 
 
 def test_a_killed_process_is_started_again_and_nothing_is_lost(both, reference, tmp_path):
-    """kill -9 in the middle of an epoch, on the host that is not the master: bit-equal in the end."""
+    """After kill -9 within an epoch, on the host that is not the master, the final weights are bit-identical."""
     command = [2, "train_elastic.py", *ARGUMENTS, "--resume", "auto", "--snapshot-every", "5", "--output-dir", tmp_path]
     with start(both[0], *command, MAX_RESTARTS="3") as first, start(both[1], *command, MAX_RESTARTS="3") as second:
         first.wait_for("^epoch +3/")
@@ -57,7 +57,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(both, reference, 
 
 
 def test_a_host_joins_and_leaves(both, reference, tmp_path):
-    """One host begins, a second joins, then its launcher is ended: the weights are those of a run that nobody left."""
+    """One host starts, a second joins and is then terminated: the weights equal those of an uninterrupted run."""
     command = ["1:2", "train_elastic.py", *ARGUMENTS, "--resume", "auto", "--output-dir", tmp_path]
     with start(both[0], *command, MAX_RESTARTS="9") as first:
         first.wait_for("1 process.*x 96")

@@ -1,4 +1,4 @@
-"""Sharded models on other numbers of processes: the same weights, files that cross, failures that end."""
+"""Sharded models on different numbers of processes: equal weights, exchangeable files, and failures."""
 import os
 import random
 import signal
@@ -20,7 +20,7 @@ GRID = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.14", reason="trai
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """Return the checkpoints of one process, without and with clipping, by whether they clip."""
+    """Return {whether it clips: the checkpoint of one process}."""
     folder = tmp_path_factory.mktemp("references")
     for name, start in [("False", [PYTHON, "train.py"]), ("True", [PYTHON, "train_FSDP.py", *CLIP])]:
         good(run(*start, *VIT, "--output-dir", folder / name, env=FLOAT64))
@@ -52,7 +52,7 @@ def test_a_layout_trains_the_baselines_model(references, tmp_path, name):
 
 
 def test_a_validation_set_smaller_than_the_processes_is_measured_exactly(photos, tmp_path):
-    """Three pictures on four processes: one of them has none, and takes part in every forward pass."""
+    """With three images on four processes, one process has none but takes part in every forward pass."""
     arguments = ["--dataset", "folder", "--data-path", photos, "--model", "vit", "--epochs", "1", "--batch-size", "4",
                  "--workers", "0"]
     found = []

@@ -1,4 +1,4 @@
-"""check.py names the faults of machines: on two hosts, under Slurm; stopped, slow and missing ranks; bad folders."""
+"""check.py names faults on two hosts and under Slurm: blocked ports, bad folders, and stopped or missing ranks."""
 import contextlib
 import datetime
 import json
@@ -29,7 +29,7 @@ def both():
 
 
 def report(live, code, seconds=200):
-    """Return what a rank has reported, once it has ended."""
+    """Wait for a rank to end, and return its report."""
     assert live.end(seconds) == code, live.said()
     return json.loads(live.out[-1])
 
@@ -48,7 +48,7 @@ def ranks(world, *options, port=None, without=()):
 
 
 def wait_until_there(port, rank):
-    """Wait until a rank has said in rank 0's store that it has come."""
+    """Wait until a rank has registered in rank 0's store."""
     import torch.distributed as dist
 
     end = time.monotonic() + 200
@@ -63,7 +63,7 @@ def wait_until_there(port, rank):
 
 
 def mounted(folder, size, command):
-    """Return a command that sees an empty file system of its own in a folder."""
+    """Return a command that runs with a separate, empty file system mounted on a folder."""
     return ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} none {folder} && exec "$@"', "sh",
             *map(str, command)]
 
@@ -93,7 +93,7 @@ def test_two_hosts(both, tmp_path):
 
 @on_hosts
 def test_a_blocked_port_is_named(both):
-    """cook1 receives what is sent to rank 0's port, but its answers are lost, as behind a firewall."""
+    """cook1 receives messages at rank 0's port, but its answers are lost, as behind a firewall."""
     good(run(*both[0].command("ip", "rule", "add", "pref", "1", "ipproto", "tcp", "sport", PORT, "blackhole")))
     with on_host(both[0], 0, "--limit", "60") as first, on_host(both[1], 1, "--limit", "8") as second:
         second.wait_for('^{"stage"', 200)
@@ -107,7 +107,7 @@ def test_a_blocked_port_is_named(both):
 
 @on_hosts
 def test_hosts_whose_other_ports_are_blocked_are_named(both):
-    """The store can be reached, but nothing that gloo would connect to: the group is not even tried."""
+    """The store is reachable, but gloo's ports are not, so check.py does not create the group."""
     rule = "ip rule add pref 1 ipproto tcp sport 32768-60999 blackhole"
     good(run(*both[0].command(*rule.split())))
     with on_host(both[0], 0, "--limit", "60") as first, on_host(both[1], 1, "--limit", "60") as second:
@@ -119,7 +119,7 @@ def test_hosts_whose_other_ports_are_blocked_are_named(both):
 
 @on_hosts
 def test_a_name_that_leads_nowhere_else_is_named(both):
-    """Debian's /etc/hosts: the host's own name is a loopback address, which gloo tells the others."""
+    """As in Debian's /etc/hosts, the host's name is a loopback address, which gloo sends to the other hosts."""
     for host in both:
         names_here = Path(f"/etc/netns/{host.name}/hosts")
         names_here.write_text(names_here.read_text().replace(f"{host.address} {host.name}", f"127.0.1.1 {host.name}"))
@@ -131,7 +131,7 @@ def test_a_name_that_leads_nowhere_else_is_named(both):
 
 
 def test_a_stopped_rank_is_named():
-    """Ranks 0 and 1 have come; rank 1 is stopped; only then rank 2 comes."""
+    """Ranks 0 and 1 connect, then rank 1 is stopped, and only then rank 2 connects."""
     port = free_port()
     with ranks(3, "--limit", "40", port=port, without=[2]) as (first, second):
         wait_until_there(port, 1)
@@ -143,7 +143,7 @@ def test_a_stopped_rank_is_named():
 
 
 def test_a_stopped_store_is_named():
-    """Rank 0 listens, but is stopped: the kernel accepts connections that nobody answers."""
+    """Rank 0 listens but is stopped: the kernel accepts connections, but no process answers."""
     port = free_port()
     with ranks(2, "--limit", "40", port=port, without=[1]) as (first,):
         wait_until_there(port, 0)
@@ -154,7 +154,7 @@ def test_a_stopped_store_is_named():
 
 
 def test_a_slow_rank_is_named():
-    """Rank 1 pauses four fifths of the time, in the stages after the start."""
+    """After the start, rank 1 is paused for four fifths of the time."""
     with ranks(2, "--limit", "60") as (first, second):
         first.wait_for(" folder| group", 200)
         ended = threading.Event()
@@ -183,7 +183,7 @@ def test_a_slow_rank_is_named():
 @AS_ROOT
 @pytest.mark.parametrize(("size", "name"), [("200m", "not-shared"), ("1m", "disk-full")])
 def test_a_folder_that_is_not_shared_or_full(tmp_path, size, name):
-    """Rank 1 has a file system of its own in the folder; it is full after 1 MiB."""
+    """Rank 1 has a separate file system in the folder, which is full after 1 MiB."""
     port = free_port()
     command = [*CHECK, "--folder", tmp_path, "--limit", "60"]
     with Live(*command, env=by_hand(0, 2, port)) as first, \

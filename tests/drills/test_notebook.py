@@ -1,4 +1,4 @@
-"""docs/kaggle.ipynb runs from its first cell to its last, on a CPU; and the report that it writes survives a kill."""
+"""All cells of docs/kaggle.ipynb run on a CPU, and a killed report can be continued."""
 import json
 import os
 import signal
@@ -35,7 +35,7 @@ def test_the_notebook_gets_the_repository_trains_and_reports(tmp_path, monkeypat
 
 
 def test_a_report_that_is_killed_continues(tmp_path):
-    """What was noted is not done again; what was not reached is listed as not run."""
+    """Finished entries are not repeated, and entries that were not reached are listed as not run."""
     notes = tmp_path / "notes.jsonl"
     command = [PYTHON, *REPORT, "--folder", tmp_path, "--only", "cnn.*(bare step|train.py$)"]
     with Live(*command) as live:

@@ -1,4 +1,4 @@
-"""docs/scaling.md says what benchmarks/scaling finds, and 1,024 ranks divide the work of one process."""
+"""docs/scaling.md has the results of benchmarks/scaling, and 1,024 ranks divide the work of one process."""
 import json
 import os
 import re
@@ -19,7 +19,7 @@ RESULT = json.loads((RESULTS / "scaling.json").read_text())
 
 @pytest.fixture(scope="module")
 def world():
-    """Let a fresh process be some of 1,024 ranks, and return what each of them read, sent and kept."""
+    """Let a new process act as some of 1,024 ranks; return what each of them read, sent and kept."""
     return json.loads(good(run(PYTHON, "-m", "benchmarks.scaling.ranks")).out)
 
 
@@ -41,7 +41,7 @@ def test_batches_that_do_not_fit_1024_ranks_are_refused(world):
 
 
 def test_memory_is_twelve_bytes_a_parameter(world):
-    """Weights, momentum, and gradients, which are views into DDP's buckets."""
+    """They are weights, momentum, and gradients, which are views into DDP's buckets."""
     size = RESULT["inputs"]["models"]["CNN"]["parameters"]
     assert size == 120_100
     kept = RESULT["world"]["bytes"]  # of each rank: test above
@@ -53,7 +53,7 @@ def test_memory_is_twelve_bytes_a_parameter(world):
 
 
 def test_a_rank_of_a_mesh_holds_sends_and_saves_what_is_predicted():
-    """Among 128 shards x 8 tensor ranks; only norms, some biases and the shards' padding are not split evenly."""
+    """The mesh has 128 shards x 8 tensor ranks. Only norms, some biases and padding are not split evenly."""
     found = json.loads(good(run(PYTHON, "-m", "benchmarks.scaling.placement")).out)
     assert found == RESULT["placed"]
     assert found["held"] == pytest.approx(16 * found["parameters"] / 1024, rel=0.02)

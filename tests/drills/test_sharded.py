@@ -1,4 +1,4 @@
-"""A model of which each process holds a part; test_training.py compares weights and files."""
+"""Models that are split over the processes; test_training.py compares weights and files."""
 import json
 import re
 
@@ -8,7 +8,7 @@ from live import ours
 
 
 def test_fsdp_is_ddp_bit_for_bit_in_float32(tmp_path):
-    """With a vision transformer and its layout; train_DDP.py's channels-last changes only convolutions' rounding."""
+    """This needs a vision transformer: for convolutions, train_DDP.py's channels-last layout changes the rounding."""
     for script in ("train_DDP.py", "train_FSDP.py"):
         good(run(*TORCHRUN, "--nproc-per-node=2", script, "--model", "vit", *SAME, "--epochs", "1", "--save-every", "0",
                  "--output-dir", tmp_path / script))
@@ -28,7 +28,7 @@ def test_what_cannot_be_split_is_named(tmp_path, script, arguments, message):
 
 
 def test_copies_in_a_tensor_group_become_equal_and_parts_stay_as_they_are():
-    """Both processes have the same norms, biases of sums, patches and classifier; each has its own columns and rows."""
+    """Norms, some biases, patches and classifier become equal; each process keeps its own columns and rows."""
     result = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "copies.py", env=FROM_ROOT))
     split = re.compile(r"attention\.(query|key|value)\.|mlp\.0\.|(project|mlp\.2)\.weight")
     found = json.loads(result.out)
@@ -50,7 +50,7 @@ def test_a_pipeline_in_bf16_learns_as_in_float32(tmp_path):
 
 @pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py"])
 def test_compiled_blocks_train_the_same_model(tmp_path, script):
-    """On one block of each kind the graphs of all blocks; compiled code sums in another order."""
+    """Equal blocks share their graphs. Compiled code sums in a different order, so the weights differ slightly."""
     for options in ([], ["--compile"]):
         result = good(run(*TORCHRUN, "--nproc-per-node=2", script, *options, "--model", "vit", *SAME, "--epochs", "1",
                           "--save-every", "0", "--output-dir", tmp_path / str(len(options))))

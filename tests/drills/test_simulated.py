@@ -1,4 +1,4 @@
-"""What usually only a GPU shows: tensors in the wrong place. The scripts run on a simulated device, unchanged."""
+"""Tensors on the wrong device, which usually only a GPU reveals: the unchanged scripts run on a simulated device."""
 import pytest
 from conftest import (
     FLOAT64,
@@ -50,7 +50,7 @@ def test_resumes_from_the_device(whole, tmp_path, start):
 
 
 def test_a_checkpoint_of_the_device_names_it(whole):
-    """Without map_location torch would put the tensors back there, where there may be no such device (E6)."""
+    """Without map_location, torch would load the tensors onto this device, which may not exist (E6)."""
     import torch
 
     with pytest.raises(RuntimeError, match="tagged with npy:0"):
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_the_device_names_it(whole):
 @pytest.mark.parametrize(("script", "options"), [*((script, []) for script in WHOLE),
                                                  ("train_amp.py", ["--precision", "fp16", "--freeze-layers"])])
 def test_variants_train_the_same_model(whole, tmp_path, script, options):
-    """As train.py does on the CPU; in mixed precision as the same script does there."""
+    """The reference is train.py on the CPU or, for mixed precision, the same script on the CPU."""
     launch = command(script)
     at = launch.index(script)
     environ = ["--use_env"] if LAUNCH[-1] in launch else []  # else it puts --local-rank between the two programs
@@ -85,7 +85,7 @@ def test_the_detector_trains_the_same_model(scenes, tmp_path):
 
 
 def test_a_device_with_an_index_becomes_the_current_one():
-    """On this device, nothing shows it: a profile function notes the call."""
+    """The simulated device cannot show it, so a profile function records the call."""
     program = """if True:
         import simulated, sys, torch
         from common import devices
@@ -125,7 +125,7 @@ RESUME = "    start_epoch, best_score = checkpoint.resume(args.resume, folder, s
 ], ids=["sums on the CPU", "labels not moved", "optimizer loaded before the model moves", "count on the CPU",
         "no map_location"])
 def test_a_wrong_placement_is_seen(whole, tmp_path, script, wrong, where, says):
-    """Each mistake works on a CPU; here it raises, in the line that a GPU would name."""
+    """Each mistake goes unnoticed on a CPU; here, it raises in the line where a GPU would fail."""
     copy = copy_out("train.py" if script.startswith("common") else script, tmp_path / "copy")
     replace_lines(copy.parent / script, wrong)
     options = [] if script == "loader.py" else [*SAME, "--resume", whole[1] / "epoch-001.pt",

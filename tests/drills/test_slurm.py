@@ -1,4 +1,4 @@
-"""train_DDP.py under a real srun, and the files of launch/ as they are, on a Slurm of two nodes."""
+"""train_DDP.py under a real srun, and the unchanged files of launch/, on a Slurm cluster with two nodes."""
 import json
 import os
 import pty
@@ -22,7 +22,7 @@ def environment():
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Return the last checkpoint of a run by torchrun's two processes, which tasks are compared with."""
+    """Return the last checkpoint of two processes under torchrun, the reference for the tasks."""
     folder = tmp_path_factory.mktemp("reference")
     good(run(*TORCHRUN, "--nproc-per-node=2", *ARGUMENTS, "--output-dir", folder))
     return folder / "last.pt"
@@ -34,7 +34,7 @@ def srun(environment, *options):
 
 
 def batch(environment, log, options, script):
-    """Run the lines of a batch script to their end; return what it has written."""
+    """Run the lines as a batch script; return its output."""
     good(run("sbatch", "--wait", *options, "-o", log, "--wrap", script,
              env={name: environment[name] for name in ("SLURM_CONF", "PATH")}))
     return log.read_text()
@@ -63,7 +63,7 @@ def test_a_mistake_under_srun_is_one_line(environment, tmp_path):
 
 
 def test_a_batch_script_is_no_task(environment, tmp_path):
-    """sbatch sets SLURM_PROCID in the script itself: plain python there is a group of one and waits for nobody."""
+    """sbatch sets SLURM_PROCID in the script itself: plain python there must form a group of one process."""
     script = f"env | grep -c '^SLURM_PROCID'; {PYTHON} {' '.join(ARGUMENTS)} --epochs 1 --output-dir {tmp_path}"
     said = batch(environment, tmp_path / "out", ["-N2", "-n2"], script)
     assert said.startswith("1\n") and "1 process(es) x 1 micro-batch x 96" in said and len(epochs(said)) == 1
@@ -91,7 +91,7 @@ def test_python_in_an_interactive_shell_is_one_process(environment, tmp_path):
 
 
 def test_two_steps_of_a_job_train_side_by_side(environment, tmp_path):
-    """Each has a port of its own. One is told MASTER_ADDR and finds no scontrol, as in a container."""
+    """Each step has its own port. One has MASTER_ADDR but no scontrol, as in a container."""
     train = f"{PYTHON} {' '.join(ARGUMENTS)} --epochs 1 --output-dir {tmp_path}"
     step = "srun --exact -n2 -c1 --kill-on-bad-exit=1"
     batch(environment, tmp_path / "out", ["-N1", "-n4"], f"""
@@ -116,7 +116,7 @@ def test_a_task_computes_with_the_cores_of_its_own_mask(environment):
 
 
 class Job:
-    """A batch job, submitted as a user does from the folder of the scripts; its output grows in a file."""
+    """A batch job, submitted from the folder of the scripts, as a user does; it writes its output to a file."""
 
     def __init__(self, environment, log, *command):
         self.environment, self.log = environment, log
@@ -141,13 +141,13 @@ class Job:
             time.sleep(0.1)
 
     def complete(self):
-        """Wait for the job's end; return what it has written."""
+        """Wait for the job to end; return its output."""
         self.wait_for(lambda: self.state() not in ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING"), "its end", 240)
         assert self.state() == "COMPLETED", self.said()
         return self.said()
 
     def start_now(self):
-        """Take the two minutes from a requeued job that Slurm lets it wait."""
+        """Start a requeued job now, without Slurm's delay of two minutes."""
         self.wait_for(lambda: self.state() == "PENDING", "the job to be requeued")
         # what is left of the first start has to be gone: in two minutes it would be
         self.wait_for(lambda: not self.ask("pgrep", "-f", rf"slurmstepd: \[{self.number}\."), "its processes to end")
@@ -164,7 +164,7 @@ def test_the_batch_files_train_what_two_processes_train(environment, reference, 
 
 
 def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
-    """A signal before the time limit, and a requeue from outside: each time it saves, and goes on at that step."""
+    """After a signal before the time limit, and after a requeue from outside, it saves and resumes at that step."""
     arguments = ["-N2", "--ntasks-per-node=1", "-c2", "launch/elastic.sbatch", *ARGUMENTS[1:], "--epochs", "8",
                  "--log-every", "2", "--snapshot-every", "5", "--output-dir"]
     Job(environment, tmp_path / "whole.out", *arguments, tmp_path / "whole").complete()

@@ -1,4 +1,4 @@
-"""Taken over elsewhere: the manifest's command on two nodes, and train_DDP.py in the workers of Ray Train."""
+"""Other launchers: the manifest's command on two nodes, and train_DDP.py in the workers of Ray Train."""
 import os
 import re
 import signal
@@ -15,14 +15,14 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Return the last checkpoint of a run by two processes of torchrun, which the other runs are compared with."""
+    """Return the last checkpoint of two processes under torchrun, the reference for the other runs."""
     folder = tmp_path_factory.mktemp("reference")
     good(run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", *ARGUMENTS, "--output-dir", folder, env=CPU))
     return folder / "last.pt"
 
 
 def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(reference, tmp_path):
-    """Two pods' worth of environment on one machine: the command itself, but for the size of the training."""
+    """The environments of two pods on one machine; the command is unchanged except for the size of the training."""
     manifest = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
     _, script, *arguments = manifest["spec"]["trainer"]["command"]
     small = [*arguments, *ARGUMENTS, "--dataset=digits", "--model=cnn", "--batch-size=64", "--weight-decay=1e-4"]
@@ -50,7 +50,7 @@ def ray_environment(tmp_path):
 
 
 def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, tmp_path):
-    """The weights are those of torchrun; relative paths are the caller's, though each worker has its own folder."""
+    """The weights equal torchrun's; relative paths are the caller's, although each worker has its own folder."""
     driver = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--"]
     command = [*driver, *ARGUMENTS, "--output-dir", "ray"]
     said = good(run(*command, cwd=tmp_path, env=ray_environment, quiet=False)).out  # Ray reports what it tries again

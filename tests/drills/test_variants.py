@@ -1,4 +1,4 @@
-"""What holds for one script in the tests holds for every script: whole default runs, resuming, other numbers."""
+"""The other tests check some scripts; these check all: default runs, resuming, other numbers of processes."""
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ from conftest import (
 
 
 def test_the_whole_default_run_trains_the_baselines_model(tmp_path):
-    """Ten epochs with no argument but the output folder: what README says of float64."""
+    """Ten epochs with only the output folder as argument confirm README's claim about float64."""
     for number, script in enumerate(("train.py", "train_DDP.py")):
         good(run(*command(script), "--output-dir", tmp_path / str(number), env=FLOAT64))
     assert distance(tmp_path / "0/last.pt", tmp_path / "1/last.pt") < 1e-11
@@ -44,7 +44,7 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script)
 
 
 def test_three_processes_are_deterministic_when_asked(tmp_path):
-    """In float32, where sums of three depend on their order."""
+    """In float32, sums of three numbers depend on their order."""
     three = [*command("train_DDP.py", 3), *SAME, "--deterministic", "--output-dir"]
     good(run(*three, tmp_path / "whole"))
     good(run(*three, tmp_path / "again", "--resume", tmp_path / "whole/epoch-002.pt"))
@@ -54,7 +54,7 @@ def test_three_processes_are_deterministic_when_asked(tmp_path):
 @pytest.mark.parametrize("script", [script if script in ("train_mp.py", "train_elastic.py") else
                                     pytest.param(script, marks=pytest.mark.nightly) for script in SCRIPTS])
 def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, script):
-    """The checkpoint of the script before it in the list; one process (two under mp) finds the reported accuracy."""
+    """One process (two with mp) evaluates the previous script's checkpoint and finds the reported accuracy."""
     other = SCRIPTS[SCRIPTS.index(script) - 1]
     folder, result = runs(other)
     copy = copy_out(script, tmp_path / "copy")
@@ -65,7 +65,7 @@ def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, scr
 
 
 def test_two_halves_of_a_launch_on_two_hosts_are_one_run(runs, tmp_path):
-    """As README has it, one command for each host; here both are this one, and train the last epoch."""
+    """One command per host, as in README; here, both hosts are this machine, and train the last epoch."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     whole = runs("train_mp.py")[0]
@@ -91,7 +91,7 @@ RING = ["train.py", "train_PP.py", "train_TP.py", "train_DCP.py", "train_FSDP.py
     name if name in ("train_PP.py", "train_DCP.py") else pytest.param(name, marks=pytest.mark.nightly)
     for name in RING[:-1]])
 def test_a_file_crosses(runs, tmp_path, writer):
-    """Each script goes on from the file of the one before it, weights and momentum, to the end of the whole run."""
+    """Each script resumes from the previous script's file, with its momentum, up to the end of the whole run."""
     reader = RING[RING.index(writer) + 1] if writer != "train_FSDP.py" else "train.py"
     file = runs(writer)[0] / "epoch-002.pt"
     if writer == "train_DCP.py":
@@ -104,7 +104,7 @@ def test_a_file_crosses(runs, tmp_path, writer):
 
 @pytest.fixture(scope="module")
 def an_epoch(tmp_path_factory):
-    """Return a function that trains train_combined.py for an epoch with some options: the folder of the run."""
+    """Return a function that trains train_combined.py for an epoch with some options and returns its folder."""
     def train(*options):
         folder = tmp_path_factory.mktemp("epoch")
         good(run(*command("train_combined.py"), *SAME, "--epochs", "1", *options, "--output-dir", folder))
@@ -114,7 +114,7 @@ def an_epoch(tmp_path_factory):
 
 
 def test_a_trace_shows_what_each_step_does_and_sends(an_epoch):
-    """Five micro-batches in a step, whose gradients travel once: without no_sync() they would five times."""
+    """A step has five micro-batches but sends gradients once; without no_sync(), it would send them five times."""
     folder = an_epoch("--profile", "--log-every", "50", "--snapshot-every", "50")  # the loss would travel, too
     for rank in (0, 1):
         events = json.loads((folder / f"trace-{rank}.json").read_text())["traceEvents"]

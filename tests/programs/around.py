@@ -1,4 +1,4 @@
-"""What the programs here end with: the script that their command line names runs as if Python had started it."""
+"""The last step of the programs here: run the script on the command line as if Python had started it."""
 import os
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Let the processes of a tensor group drift apart, equalize them, and say which weights and momenta are then equal."""
+"""Let the processes of a tensor group drift apart, equalize them, and print which tensors are then equal."""
 import json
 
 import torch

@@ -1,4 +1,4 @@
-"""A small loop that ends as its argument says: well, by an error, in nan, or without an optimizer's step."""
+"""A small loop that ends as its argument says: normally, by an error, with nan, or without an optimizer step."""
 import sys
 
 import torch

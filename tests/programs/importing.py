@@ -1,4 +1,4 @@
-"""Imports all of common/, then shuts down as asyncio does on Ctrl-C; prints what came."""
+"""Imports all of common/, then shuts down as asyncio does on Ctrl-C, and prints the result."""
 import asyncio
 import ctypes
 import importlib

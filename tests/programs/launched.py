@@ -1,4 +1,4 @@
-"""Prints the signal that the system sends to this process when its parent ends; 0: none."""
+"""Prints the signal that the kernel sends to this process when its parent ends; 0 means none."""
 import ctypes
 
 from common import launch

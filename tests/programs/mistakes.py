@@ -163,7 +163,7 @@ def train(mistake, rank, world):
 
 
 def fork(mistake, folder, rank, world):
-    """Record one rank of a loop in a process of its own; return the process's id."""
+    """Record one rank of a loop in a new process; return the process ID."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,4 +1,4 @@
-"""Prints the pairs of each batch of loader_streaming.py, and goes on where the file DONE says that a run was killed.
+"""Prints the pairs of each batch of loader_streaming.py, and resumes where a run was killed, as the file DONE says.
 
     PYTHONPATH=. python tests/programs/streamed.py DONE STOP [arguments of loader_streaming.py]
 

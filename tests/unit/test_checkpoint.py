@@ -1,4 +1,4 @@
-"""Checkpoints and the output folder: what a resumed run takes from its command, and file systems that cannot lock."""
+"""Checkpoints and the output folder: the settings of a resumed run, and file systems that do not support locks."""
 import errno
 import functools
 import math
@@ -28,7 +28,7 @@ def make(lr=0.05, momentum=0.9, weight_decay=1e-4, epochs=10, schedule=None):
 
 
 def train(state, epochs):
-    """Train for some epochs of one step; return the rate of each."""
+    """Train for some epochs of one step each; return their learning rates."""
     rates = []
     for _ in range(epochs):
         state["optimizer"].zero_grad()
@@ -62,7 +62,7 @@ def test_the_same_command_resumes_bit_for_bit(tmp_path, capsys, schedule):
 
 
 def test_the_command_line_wins(tmp_path, capsys):
-    """Rate, momentum and weight decay are the new command's, and the rates that follow are those of its schedule."""
+    """The rate, momentum and weight decay come from the new command, and later rates from its schedule."""
     old = make()
     train(old, 3)
     path = save(tmp_path / "old.pt", old, 3)
@@ -89,7 +89,7 @@ def test_a_scheduler_of_ones_own_is_scaled(tmp_path):
 
 
 def test_a_scheduler_that_looks_at_the_loss_is_resumed_with_the_rate_of_the_command(tmp_path, capsys):
-    """It does not note the first rate in the optimizer, as others do."""
+    """Unlike others, this scheduler does not record the first rate in the optimizer."""
     def make_plateau(lr):
         plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
         state = make(lr=lr, schedule=plateau)
@@ -121,7 +121,7 @@ def test_what_is_resumed_does_not_lean_on_the_file(tmp_path):
 
 
 def test_a_folder_that_cannot_be_opened_is_still_saved_to(tmp_path, monkeypatch):
-    """On Windows os.open refuses a folder, when the file has its name already."""
+    """On Windows, os.open rejects a folder, after the file has already been renamed."""
     real = checkpoint.os.open
 
     def refuse_folders(path, *rest):
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_opened_is_still_saved_to(tmp_path, monkeypatch)
 
 
 def test_a_checkpoint_is_on_disk_before_it_takes_its_name(tmp_path, monkeypatch):
-    """And its name is on disk when the call returns: after a power cut there is the old file or the new one."""
+    """The name is also on disk when the call returns: a power failure leaves the old file or the new one."""
     calls, real = [], {"fsync": checkpoint.os.fsync, "replace": checkpoint.os.replace}
 
     def fsync(number):
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_on_disk_before_it_takes_its_name(tmp_path, monkeypatch)
 
 
 def test_names_are_copies_where_there_are_no_links(tmp_path, monkeypatch):
-    """A file of a run that was killed is in the way."""
+    """A file from a killed run already has the name."""
     def refuse(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -162,7 +162,7 @@ def test_names_are_copies_where_there_are_no_links(tmp_path, monkeypatch):
 
 
 def test_a_snapshot_has_the_weights_of_its_call_and_training_goes_on(tmp_path):
-    """The write is held up until the weights have changed; Python lists and numbers are copied, too."""
+    """The write waits until the weights have changed. Python lists and numbers are copied, too."""
     state, writer, go_on = make(), checkpoint.BackgroundWriter(), threading.Event()
     train(state, 1)
     writer.pool.submit(go_on.wait)
@@ -186,7 +186,7 @@ def test_a_snapshot_that_cannot_be_written_is_an_error_of_the_next_wait(tmp_path
 
 
 def test_processes_that_found_different_checkpoints_do_not_start(tmp_path, monkeypatch):
-    """tests/test_endings.py has `agree` itself, on two processes."""
+    """tests/test_endings.py tests `agree` itself, on two processes."""
     asked = []
     monkeypatch.setattr(checkpoint, "agree", asked.append)
     with pytest.raises(checkpoint.UsageError, match="--resume: the processes found different checkpoints"):
@@ -204,7 +204,7 @@ def test_the_lock_names_its_holder_alone(tmp_path):
 
 @pytest.mark.parametrize(("of_this_machine", "seconds"), [(True, 60), (False, -1)])
 def test_a_lock_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys, of_this_machine, seconds):
-    """One of this machine, whatever that is called, is held by a process that lives: it is not waited for at all."""
+    """If a lock is from this boot of this machine, its process is alive, so the run does not wait at all."""
     monkeypatch.setattr(checkpoint, "LOCK_SECONDS", seconds)
     holder = hold(tmp_path, f"elsewhere 4711 {checkpoint._kernel() if of_this_machine else 'another-kernel'}\n")
     with pytest.raises(checkpoint.UsageError, match=f"--output-dir {tmp_path}: in use by another run .*elsewhere 4711"):
@@ -237,7 +237,7 @@ TAKE = "from common import checkpoint; import sys; checkpoint.make_folder(sys.ar
 
 
 def test_a_lock_of_another_host_is_waited_for(tmp_path):
-    """A crashed host's lock stays until its lease ends: a start that waits for it does not use up a restart."""
+    """A crashed host's lock remains until its lease ends. A start that waits for it does not use up a restart."""
     holder = hold(tmp_path, "elsewhere 4711 another-kernel\n")
     run = subprocess.Popen([sys.executable, "-c", TAKE, tmp_path], cwd=ROOT, stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, text=True)
@@ -249,7 +249,7 @@ def test_a_lock_of_another_host_is_waited_for(tmp_path):
 
 
 def test_a_name_that_cannot_be_given_leaves_the_last_checkpoint(tmp_path):
-    """last.pt comes last: it marks the epoch as done."""
+    """last.pt is written last, because it marks the epoch as done."""
     checkpoint.save_checkpoint(tmp_path / "last.pt", {"epoch": 1})
     (tmp_path / "best.pt/full").mkdir(parents=True)
     with pytest.raises(ProcessError, match="earlier checkpoints are intact"):

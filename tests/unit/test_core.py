@@ -1,4 +1,4 @@
-"""Imports in common/: they form no circle, and a reader of train_DDP.py meets few modules."""
+"""Imports in common/: none are circular, and train_DDP.py loads few modules."""
 import ast
 import graphlib
 
@@ -9,7 +9,7 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("._
 
 
 def imported(path, nodes):
-    """Return the modules of common/ that import statements among `nodes` name, and the packages around them."""
+    """Return the modules of common/ that the imports in `nodes` name, and their parent packages."""
     here = path.relative_to(ROOT).parent.parts
     found = set()
     for node in nodes:
@@ -24,7 +24,7 @@ def imported(path, nodes):
 
 
 def test_imports_form_no_circle():
-    """Imports within functions count, too; a package's own __init__ imports nothing."""
+    """Imports within functions count, too; the packages' __init__ files import nothing."""
     graph = {name: imported(path, ast.walk(ast.parse(path.read_text()))) for name, path in FILES.items()}
     packages = {name for name, path in FILES.items() if path.name == "__init__.py"}
     assert not any(graph[name] for name in packages - {"common"})

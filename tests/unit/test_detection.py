@@ -79,7 +79,7 @@ def test_the_ink_of_a_digit_touches_each_side_of_its_box():
 
 
 def write_image(path, boxes=((20, 30, 60, 50),), size=(100, 80)):
-    """Write a dark image in which the pixels of each box are white."""
+    """Write a dark image with white pixels in each box."""
     pixels = np.zeros((size[1], size[0], 3), np.uint8)
     for x1, y1, x2, y2 in boxes:
         pixels[y1:y2, x1:x2] = 255
@@ -227,7 +227,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 @pytest.mark.parametrize("size", [(100, 80), (40, 300), (96, 96), (7, 5)])
 def test_the_pixels_of_a_box_stay_in_it(tmp_path, size):
-    """Wide, tall, square and small images, letterboxed, and at another scale."""
+    """The test letterboxes and rescales wide, tall, square and small images."""
     box = [side * part // 10 for side, part in zip(size * 2, (2, 4, 7, 9))]
     write_image(tmp_path / "a.png", [box], size)
     line = f"a.png {','.join(map(str, box))},0"

@@ -1,4 +1,4 @@
-"""Which device a process takes, for the answers that real machines give: no accelerator is needed to test a choice."""
+"""Which device a process selects, given the answers of real machines: testing the choice needs no accelerator."""
 import os
 import platform
 import re
@@ -73,7 +73,7 @@ def test_torch_itself_says_which_devices_a_group_can_have():
 
 
 def test_on_windows_a_group_is_on_the_cpu():
-    """gloo would end the process there, at the first all-reduce of a CUDA tensor."""
+    """On Windows, gloo would crash the process at the first all-reduce of a CUDA tensor."""
     windows = devices.device_types_in_groups("win32")
     assert devices.choose_device(None, "cuda", 1, 0, 2, windows) == "cpu"
     assert devices.choose_device(None, "cuda", 1) == "cuda"
@@ -158,7 +158,7 @@ def test_the_store_of_one_host_listens_on_one_address():
 
 
 def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
-    """The processes of one, on two devices, were started again, on one: the store still has what they said."""
+    """Processes on two devices restart on one device: the store still contains the keys of the first attempt."""
     store, _ = spawn.serve_store("127.0.0.1", 0, nodes=1)
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -1,4 +1,4 @@
-"""What is said of an error: one line where the cause is known, else nothing, so that the traceback stays."""
+"""The line for an error: one line if the cause is known, otherwise None, so that the traceback remains."""
 import sys
 
 import pytest
@@ -72,12 +72,12 @@ def test_a_number_that_is_not_finite_ends_the_run(value):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_PDEATHSIG")
 @pytest.mark.parametrize(("variables", "said"), [({"TORCHELASTIC_RUN_ID": "none"}, "15\n"), ({}, "0\n")])
 def test_a_process_of_torchrun_ends_with_it(variables, said):
-    """The system sends it SIGTERM when its parent ends; a process without a launcher outlives its shell."""
+    """The kernel sends it SIGTERM when its parent ends. Without a launcher, a process outlives its shell."""
     assert good(run(PYTHON, PROGRAMS / "launched.py", env=FROM_ROOT | variables)).out == said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGUSR1 and no prctl")
 def test_importing_common_changes_nothing_in_the_process():
-    """Not the handlers of signals, so that asyncio shuts down on Ctrl-C, nor what happens when the parent ends."""
+    """Signal handlers stay, so asyncio shuts down on Ctrl-C. The signal on the parent's end does not change either."""
     said = good(run(PYTHON, PROGRAMS / "importing.py", env=FROM_ROOT | {"TORCHELASTIC_RUN_ID": "1"})).out
     assert said == "shut down\ninterrupted\n"

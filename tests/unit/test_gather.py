@@ -1,4 +1,4 @@
-"""gather_rows: what travels between the processes are tensors."""
+"""gather_rows: the processes exchange only tensors."""
 import torch
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""tools/gpu_report.py: what its report says of tests and measurements, and that docs/gpus says what it has."""
+"""tools/gpu_report.py: its report on tests and measurements, and the list of reports in docs/gpus."""
 import json
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_every_script_of_the_classifiers_is_measured():
 
 
 def test_a_machine_without_gpus_passes_none_of_their_tests():
-    """They are listed one by one, and the exit code is not 0."""
+    """Each test is listed, and the exit code is not 0."""
     done = subprocess.run([PYTHON, "-m", "pytest", "-q", "-m", "gpu", "-k", "drift or XPU", "tests/test_gpu.py"],
                           cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 5, done.stdout + done.stderr

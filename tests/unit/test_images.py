@@ -1,4 +1,4 @@
-"""Image files of every kind: found, decoded to the pixels that PIL sees, or refused in one line that names the file."""
+"""Image files of all kinds are found and decoded to PIL's pixels, or rejected in one line that names the file."""
 import io
 import os
 import struct
@@ -73,7 +73,7 @@ DEEP_KINDS = {"grey": (0, [0]), "colour": (2, [0, 1, 2]), "grey with alpha": (4,
 
 @pytest.fixture(params=["as imported", "torchvision"])
 def decoder(request, monkeypatch):
-    """Decode with torchcodec, if it is installed, and with torchvision, as where it is not."""
+    """Decode with torchcodec, if it is installed, and with torchvision, which is used without torchcodec."""
     if request.param == "torchvision":
         monkeypatch.setattr("common.images.decode_image", decode_with_torchvision)
 
@@ -93,7 +93,7 @@ def test_pixels_are_those_of_pil(tmp_path, name, decoder):
 
 
 def large_jpeg(width, height, mode="RGB", turn=1, kind="JPEG", **options):
-    """Encode a picture of about 12 smooth patches across, in which a shift would be seen."""
+    """Encode an image of about 12 smooth patches across, in which a shift would be visible."""
     cells = [length * 12 // min(width, height) for length in (height, width)]
     coarse = np.random.RandomState(2).randint(0, 256, (*cells, 3)).astype(np.uint8)
     picture = Image.fromarray(coarse).resize((width, height), Image.BICUBIC).convert(mode)
@@ -123,7 +123,7 @@ LARGE = {  # name: (how to encode it, the scale for a shorter side of 40 pixels)
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_jpeg_at_a_reduced_scale_becomes_the_same_picture(name):
-    """Resized, it is within 4 levels of 255 of PIL's resize of the full picture; where it is full, it is decode's."""
+    """After resizing, it is within 4 of 255 levels of PIL's resize of the full image. At full scale, decode's."""
     content, scale = LARGE[name]
     picture = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
     pixels, (height, width) = decode_reduced("large.jpg", 40, content)
@@ -177,7 +177,7 @@ def test_16_bits_are_scaled_to_8(tmp_path, kind, decoder):
 
 @pytest.mark.parametrize("name", [*KINDS, "16 bits.png"])
 def test_a_file_for_dali_is_the_whole_picture(tmp_path, name):
-    """What is passed on to DALI as a bitmap has decode's pixels; the rest is the file; the size is decode's."""
+    """A bitmap for DALI has the pixels that decode returns; other images are passed as files. The sizes agree."""
     path = tmp_path / name
     KINDS.get(name, lambda path: write_png(path, (120, 90), 2, DEEP[..., :3]))(path)
     content, size = pairs.read_encoded(path)
@@ -192,7 +192,7 @@ def test_a_file_for_dali_is_the_whole_picture(tmp_path, name):
 
 @pytest.mark.drill
 def test_dali_decodes_the_same_pixels(tmp_path):
-    """On a CPU, with the operator of loader_DALI.py, which decodes a region; its borders may differ."""
+    """This runs loader_DALI.py's operator on a CPU. It decodes a region, whose borders may differ."""
     dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: requirements-dali.txt")
     for name, write in KINDS.items():
         write(tmp_path / name)
@@ -286,7 +286,7 @@ def test_what_is_no_image_is_named_in_one_line(tmp_path, name, decoder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Files that count, through links, and others that do not: (the folder, what counts)."""
+    """Create a folder with image files, links and other files; return (the folder, the files to find)."""
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     for path in (folder / "b", folder / "folder.jpg", folder / ".hidden", elsewhere):
         path.mkdir(parents=True)

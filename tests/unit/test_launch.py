@@ -1,4 +1,4 @@
-"""How a process finds out how it was started: Slurm's variables as Slurm 22.05 sets them, and numbers of cores."""
+"""How a process detects how it was started, from the variables of Slurm 22.05, and its number of cores."""
 import os
 import sys
 

@@ -35,7 +35,7 @@ class Slow:
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return a function that runs two epochs as the main process or another: how many previews it has written."""
+    """Return a function that runs two epochs, as the main process or another, and counts the previews."""
     clock, previews = SimpleNamespace(now=100.0), []
     clock.perf_counter = lambda: clock.now
     monkeypatch.setattr(loader, "time", clock)
@@ -56,7 +56,7 @@ def run(monkeypatch):
 
 
 def test_time_is_waiting_or_work_and_the_first_wait_is_the_first(run, capsys):
-    """The only work here is to write the preview, once, which takes 2 seconds."""
+    """The only work is writing the preview once, which takes 2 seconds."""
     assert run(0) == 1
     assert capsys.readouterr().out.splitlines() == [
         "epoch   1/2  6 pairs  3 batches  8.00 s  1 pairs/s  first batch 4.000 s  waiting 75 % of the time",
@@ -68,7 +68,7 @@ def test_one_process_writes_the_preview(run, capsys):
 
 
 def test_what_a_resumed_pass_leaves_out_is_not_read(tmp_path):
-    """The files of the first batch are not there."""
+    """The files of the first batch do not exist."""
     file = str(tmp_path / "one.png")
     Image.new("RGB", (9, 9)).save(file)
     pair_list = [("missing.png", "missing.png")] * 2 + [(file, file)] * 2
@@ -83,7 +83,7 @@ def test_what_a_resumed_pass_leaves_out_is_not_read(tmp_path):
 
 
 def test_a_large_jpeg_has_the_crops_of_its_target(tmp_path):
-    """The JPEG is decoded at a quarter of its size, and then turned; the target is upright, and is decoded whole."""
+    """The JPEG is decoded at a quarter of its size and rotated; the target is upright and decoded at full size."""
     image, target, small = (str(tmp_path / name) for name in ("image.jpg", "target.png", "small.png"))
     coarse = np.random.RandomState(0).randint(0, 256, (12, 18, 3)).astype(np.uint8)
     picture = Image.fromarray(coarse).resize((496, 336), Image.BICUBIC)
@@ -106,7 +106,7 @@ def test_a_large_jpeg_has_the_crops_of_its_target(tmp_path):
 
 
 class Numbered:
-    """Batches whose slots a worker fills with their number, having counted them in `done`."""
+    """Batches: a worker counts each one in `done` and then fills its slot with its number."""
 
     def __init__(self, ring):
         self.ring, self.done = ring, torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -123,7 +123,7 @@ class Numbered:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_worker_writes_to_the_slot_of_the_batch_that_was_received_last(workers):
-    """The worker is as far ahead as it can be when it has filled all that was asked of it, two batches."""
+    """The worker is as far ahead as possible when it has filled all requested batches, which are two."""
     dataset = Numbered(pairs.Ring(workers, 1, 1))
     reader = DataLoader(dataset, 1, num_workers=workers, collate_fn=lambda slot: slot)
     for number, slot in enumerate(reader):

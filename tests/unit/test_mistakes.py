@@ -1,4 +1,4 @@
-"""A mistake in a command ends in one line that names it, and with exit code 2; here without a launch."""
+"""A mistake in a command gives one line that names it, and exit code 2; these tests run without a launch."""
 import pickle
 import runpy
 import signal
@@ -58,7 +58,7 @@ MISTAKES = {
 
 
 class Code:
-    """An object whose pickle, when loaded without care, makes a file."""
+    """An object whose pickle creates a file when it is loaded without restrictions."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def here(alone, tmp_path, monkeypatch):
-    """Take back what a script sets in its process; what it registers for the end of Python is not kept."""
+    """Undo what a script sets in this process, and drop the exit handlers that it registers."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("atexit.register", lambda *_: None)
     monkeypatch.syspath_prepend(ROOT)

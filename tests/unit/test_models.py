@@ -1,4 +1,4 @@
-"""The networks and the schedule, against what their papers say; and accuracy."""
+"""The networks and the schedule, compared with their papers; and accuracy."""
 import pytest
 import torch
 
@@ -8,7 +8,7 @@ from common.errors import UsageError
 
 @pytest.mark.parametrize(("size", "left"), [(28, 4), (32, 4), (64, 8), (65, 3), (224, 7)])
 def test_a_resnet_leaves_small_images_more_than_a_pixel(size, left):
-    """Of images up to 64 pixels an eighth, as for CIFAR in He et al. 2015; of larger ones a thirty-second."""
+    """Images of at most 64 pixels shrink to an eighth, as for CIFAR in He et al. 2015; larger ones to 1/32."""
     model = models.create_model("resnet18", 10, (1, size, size)).eval()
     shapes = []
     model.layer4.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
@@ -36,7 +36,7 @@ def test_a_hit_is_a_label_among_the_highest():
     (torch.zeros(4, 1), torch.zeros(4, 1)), (torch.zeros(4, 3), torch.zeros(4)), (torch.zeros(4), torch.arange(4)),
     (torch.zeros(4, 3, 8, 8), torch.zeros(4, 8, 8, dtype=torch.int64))])
 def test_there_is_no_accuracy_of_a_regression(outputs, labels):
-    """Broadcasting would make a number of it."""
+    """Broadcasting would return a meaningless number."""
     with pytest.raises(UsageError, match="accuracy needs .*# yours: the metrics"):
         models.top(1)(outputs, labels)
 

@@ -1,4 +1,4 @@
-"""All pages: links lead somewhere, and excerpts, counts and messages are those of the scripts and the examples."""
+"""All pages: links work, and excerpts, counts and messages match the scripts and the examples."""
 import ast
 import re
 import runpy

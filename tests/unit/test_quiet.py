@@ -1,4 +1,4 @@
-"""Which lines fail a launch that ended well: see run() in conftest.py."""
+"""Which lines make a successful launch fail the test: see run() in conftest.py."""
 import sys
 
 import pytest
@@ -35,14 +35,14 @@ def test_a_good_run_with_noise_fails():
     ("The module torch.distributed.launch is going to be removed", "FutureWarning", 1),
     ("this argument is deprecated", "DeprecationWarning", 1)])
 def test_a_warning_without_a_reason_is_an_error_in_a_strict_launch(message, category, code):
-    """In the processes that it starts, too."""
+    """This includes the processes that it starts."""
     inner = f"import warnings; warnings.warn({message!r}, {category})"
     outer = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {inner!r}]))"
     assert run(PYTHON, "-c", outer, env=WARNINGS, quiet=False).code == code
 
 
 def test_a_row_of_the_gpu_tests_hears_every_warning_of_torch():
-    """What NOISE leaves to the versions of packages, and what torch logs in C++ and in Python."""
+    """This covers warnings that depend on package versions, and logs of torch in C++ and Python."""
     said = [
         "[rank0]:[W1125 06:44:57.619910708 ProcessGroupNCCL.cpp:1553] Warning: destroy_process_group() was not called",
         "[rank0]:[W1125 06:44:57.1 ProcessGroupNCCL.cpp:5068] using GPU 0 as device used by this process for barrier",

@@ -1,4 +1,4 @@
-"""The parts of common/recipe.py, in this process."""
+"""The parts of common/recipe.py, tested in this process."""
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from common import errors, models, recipe
 
 
 def trained(warm_up, skipped=(), state=None, fused=False, schedule=None):
-    """Return the rates of the updates in six steps, two in an epoch, and the warm-up. fp16 skips some steps."""
+    """Return the rates of the updates in six steps, two per epoch, and the warm-up. fp16 skips some steps."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
     scheduler = schedule(optimizer) if schedule else LambdaLR(optimizer, models.cosine(3, 0.0))
@@ -62,7 +62,7 @@ def test_smoothing_is_of_a_copy_and_of_a_loss_that_has_it():
 
 
 def test_powersgd_would_keep_an_overflow():
-    """It is refused before it touches the model."""
+    """The script rejects it before it changes the model."""
     with pytest.raises(errors.UsageError, match="--compress powersgd: not with --precision fp16"):
         recipe.compress(None, "powersgd", scaled=True)
 
@@ -82,7 +82,7 @@ class Block(torch.nn.Module):
 
 @pytest.fixture
 def ddp():
-    """Return a function that wraps a model in DDP, for this process only."""
+    """Return a function that wraps a model in DDP, in a group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield torch.nn.parallel.DistributedDataParallel
     dist.destroy_process_group()
@@ -102,7 +102,7 @@ def test_each_block_is_one_graph_and_equal_blocks_are_one_too(ddp):
 
 @pytest.mark.drill
 def test_dynamo_compiles_every_block_of_a_resnet_for_training_and_for_evaluation(monkeypatch):
-    """Beyond its limit, it would run a block as it is, and only warn. "eager" traces blocks and compiles nothing."""
+    """Beyond its limit, it would run blocks uncompiled and only warn. "eager" traces blocks but compiles nothing."""
     from torch._dynamo import config
 
     model = models.create_model("resnet18", 10, (3, 32, 32))
@@ -118,7 +118,7 @@ def test_dynamo_compiles_every_block_of_a_resnet_for_training_and_for_evaluation
 
 
 def test_bf16_gradients_lose_digits_or_are_refused_where_torch_has_no_nccl(ddp):
-    """Both builds of torch are used here: the one with CUDA has NCCL, those for CPUs only have not."""
+    """The test accepts both builds of torch: the CUDA build has NCCL, and the CPU build does not."""
     model = torch.nn.Linear(3, 1, bias=False)
     parallel_model, inputs = ddp(model), torch.tensor([[1 / 3, 1 / 5, 1 / 7]])
     if not dist.is_nccl_available():

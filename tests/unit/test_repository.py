@@ -1,4 +1,4 @@
-"""What GitHub, pre-commit and Kubernetes read is well-formed, and starts what README.md, .ci/run and a script take."""
+"""The files for GitHub, pre-commit and Kubernetes are well-formed and match README.md, .ci/run and the scripts."""
 import importlib
 import re
 import sys

@@ -1,4 +1,4 @@
-"""docs/scaling.md says what benchmarks/scaling/model.py computes, and the model is right where the answer is known."""
+"""docs/scaling.md has the results of benchmarks/scaling/model.py, which is correct where the answer is known."""
 import json
 
 import pytest
@@ -52,7 +52,7 @@ def test_the_meshes_where_the_answer_is_known():
 
 
 def test_a_small_model_on_meshes_by_hand():
-    """Of 2**20 parameters and 8 blocks of width 64, with 1,024 sequences of 4,096 tokens per step."""
+    """The model has 2**20 parameters and 8 blocks of width 64; a step has 1,024 sequences of 4,096 tokens."""
     model = {"parameters": 2**20, "layers": 8, "width": 64, "keys": 64, "hidden": 256, "gated": False,
              "vocabulary": 1000, "sequence": 4096}
     link, product = scaling.LINKS["400 Gb/s a GPU"], 6 * 2**20 * 4096 / scaling.FLOPS  # seconds of a sequence

@@ -1,4 +1,4 @@
-"""The training scripts in this process, on a handful of digits: what a launch, whose runs are whole ones, hides."""
+"""The training scripts in this process, on a few digits: details that a complete launched run would hide."""
 import contextlib
 import importlib
 import json
@@ -61,7 +61,7 @@ class Fixed(torch.nn.Module):
 
 
 def test_what_is_measured_is_what_the_words_mean(script):
-    """The label of image n is n, and it has rank n among its logits: 1 in 8 is right, 5 in 8 are in the top five."""
+    """Image n has label n, whose logit has rank n: 1 in 8 is correct, and 5 in 8 are in the top five."""
     module, _ = script("train")
     table = torch.stack([torch.arange(8.0).neg()] * 8)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8), torch.arange(8)), 3)
@@ -71,7 +71,7 @@ def test_what_is_measured_is_what_the_words_mean(script):
 
 
 def test_a_model_that_has_become_useless_is_not_saved(script, tmp_path):
-    """The only loss of the epoch was that of the weights before it; the validation loss tells."""
+    """The epoch's only loss was computed with the old weights, so only the validation loss shows it."""
     module, args = script("train", "--lr", "1e38", "--batch-size", "8")
     with pytest.raises(errors.RunError, match="epoch 1, step 1: the validation loss is (inf|nan)"):
         module.main(args)
@@ -79,7 +79,7 @@ def test_a_model_that_has_become_useless_is_not_saved(script, tmp_path):
 
 
 def test_one_write_has_the_names_of_all_checkpoints_of_an_epoch(script, tmp_path):
-    """Other ranks wait meanwhile. The file keeps its names when the next epoch replaces one of them."""
+    """Other ranks wait for the write. The file keeps its other names when the next epoch replaces one."""
     module, args = script("train", "--save-every", "1")
     module.main(args)
     assert len({(tmp_path / name).stat().st_ino for name in ("best.pt", "epoch-001.pt", "last.pt")}) == 1
@@ -89,7 +89,7 @@ def test_one_write_has_the_names_of_all_checkpoints_of_an_epoch(script, tmp_path
 
 
 def test_deterministic_algorithms_are_chosen_before_the_group_starts(script, monkeypatch):
-    """NCCL chooses its algorithms when it starts; here, a backend of the test's notes what it finds then."""
+    """NCCL chooses its algorithms when it starts; here, a test backend records the settings at that point."""
     found = []
 
     def create(store, rank, size, timeout):
@@ -106,7 +106,7 @@ def test_deterministic_algorithms_are_chosen_before_the_group_starts(script, mon
 
 
 def test_buffers_are_not_sent_in_each_forward_pass(script, monkeypatch):
-    """DDP's constructor and the end of the epoch send them: as often in an epoch of two steps as in one of four."""
+    """DDP's constructor and the end of the epoch send them, so the count is the same for two steps and for four."""
     monkeypatch.setattr(models, "create_model", lambda *_: torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.BatchNorm1d(28 * 28), torch.nn.Linear(28 * 28, 10)))
     module, args = script("train_DDP")
@@ -173,7 +173,7 @@ def test_each_sharded_script_asks_whether_its_backend_can_split_a_model(script, 
 
 
 def test_sharded_scripts_load_weights_as_train_does(script, tmp_path, capsys):
-    """All tensors of the file, or a part of them: the others are drawn."""
+    """The file has all tensors or some of them; the script draws the others."""
     torch.manual_seed(7)
     weights = {**models.create_model("vit", 10, (1, 28, 28)).state_dict(), "more": torch.ones(1)}
     weights.pop("blocks.0.mlp.0.weight")
@@ -189,7 +189,7 @@ def test_sharded_scripts_load_weights_as_train_does(script, tmp_path, capsys):
 
 
 def test_one_replica_is_sharded_over_a_mesh_of_one_dimension(script, monkeypatch):
-    """With two, FSDP2 would also all-reduce each gradient within a group of one rank."""
+    """With two dimensions, FSDP2 would also all-reduce each gradient within a group of one rank."""
     module, args = script("train_FSDP")
     found = []
     shard = module.fully_shard
@@ -200,7 +200,7 @@ def test_one_replica_is_sharded_over_a_mesh_of_one_dimension(script, monkeypatch
 
 
 def test_each_unit_sums_gradients_where_torch_can(script, monkeypatch):
-    """The units are the root and its blocks; a backend's own average may be wrong."""
+    """The units are the root and its blocks. A backend may average wrongly."""
     module, args = script("train_FSDP")
     asked, units, shard = [], [], module.fully_shard
     monkeypatch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda unit, wanted: asked.append(
@@ -226,7 +226,7 @@ def test_only_the_root_returns_float32(script, monkeypatch):
 
 
 def test_the_average_has_the_statistics_that_rank_0_sent(script, tmp_path, monkeypatch):
-    """One process has no others to hear from: other statistics come with the measurement of the model."""
+    """One process has no peers, so evaluating the model changes the statistics instead."""
     monkeypatch.setattr(models, "create_model", lambda *_: torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.BatchNorm1d(28 * 28), torch.nn.Linear(28 * 28, 10)))
     module, args = script("train_combined", "--precision", "fp32", "--accum-steps", "1", "--ema", "0.5")
@@ -248,14 +248,14 @@ def test_the_average_has_the_statistics_that_rank_0_sent(script, tmp_path, monke
 
 
 def test_the_rate_that_is_shown_is_that_of_the_last_update(script, tmp_path):
-    """Two of 100 steps of the warm-up are done."""
+    """Two of the 100 warm-up steps are done."""
     module, args = script("train_combined", "--precision", "fp32", "--warm-up", "100")
     module.main(args)
     assert [event.value for event in scalars(tmp_path, "learning_rate")] == pytest.approx([0.05 * 4 / 128 * 2 / 100])
 
 
 def test_the_optimizer_has_the_settings_of_the_command(script, tmp_path):
-    """Biases are not decayed."""
+    """Biases get no weight decay."""
     module, args = script("train", "--lr", "0.2", "--momentum", "0.7", "--weight-decay", "0.3", "--lrf", "0.5")
     module.main(args)
     content = load(tmp_path / "last.pt")
@@ -280,7 +280,7 @@ def test_the_group_has_the_timeout_of_the_command(script):
 
 
 def test_mp_tells_each_process_its_place(script, monkeypatch):
-    """Of two hosts with three processes each: the second host's last one."""
+    """The process is the last one on the second of two hosts with three processes each."""
     module, args = script("train_mp", "--nprocs", "3", "--nnodes", "2", "--node-rank", "1", "--ip", "head", "--port",
                           "29400")
     dist.destroy_process_group()
@@ -317,7 +317,7 @@ def test_the_forward_pass_alone_has_the_precision_asked_for(script, precision, d
 
 
 def events(module, args, name):
-    """Return how often the profiler of torch saw `name` in a run."""
+    """Return how often torch's profiler recorded `name` in a run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         module.main(args)
     return sum(event.name == name for event in profile.events())
@@ -331,7 +331,7 @@ def test_micro_batches_send_no_more_than_a_whole_batch(script):
 
 
 def test_a_process_cannot_have_more_micro_batches_than_samples(script, monkeypatch):
-    """Of a batch of four two processes have two samples each: a third micro-batch would be empty, and its loss nan."""
+    """Two processes get two samples each of a batch of four: a third micro-batch would be empty, with a nan loss."""
     module, args = script("train_grad_accum", "--accum-steps", "3")
     monkeypatch.setattr(module.reduce, "exact_share", lambda batch_size, world_size: batch_size // 2)
     with pytest.raises(errors.UsageError, match="--accum-steps 3 > 2 samples per process"):
@@ -339,7 +339,7 @@ def test_a_process_cannot_have_more_micro_batches_than_samples(script, monkeypat
 
 
 def test_data_parallel_trains_through_its_wrapper(script, monkeypatch):
-    """Its module is called either way: on one device, or on none, the weights would be the same."""
+    """The module is called either way, so with one device or none, the weights would be the same."""
     module, args = script("train_DP")
     monkeypatch.setattr(module.devices, "device_ids", lambda device: [0])  # without a device it calls the module
     assert events(module, args, "DataParallel.forward") == 2
@@ -347,7 +347,7 @@ def test_data_parallel_trains_through_its_wrapper(script, monkeypatch):
 
 @pytest.mark.parametrize("name", ["train_elastic", "train_DCP"])
 def test_no_snapshot_is_written_of_weights_that_are_not_finite(script, tmp_path, name):
-    """The loss of the step before is finite still."""
+    """The loss of the previous step is still finite."""
     module, args = script(name, "--lr", "1e38", "--snapshot-every", "1")
     with pytest.raises(errors.RunError, match="epoch 1, step 1: the norm of the weights is (inf|nan)"):
         module.main(args)
@@ -356,7 +356,7 @@ def test_no_snapshot_is_written_of_weights_that_are_not_finite(script, tmp_path,
 
 @pytest.fixture
 def snapshot(script, tmp_path, monkeypatch):
-    """Return the snapshot of a run that a signal has stopped after the first of its two steps."""
+    """Return the snapshot of a run that a signal stopped after the first of two steps."""
     stop = threading.Event()
     stop.set()
     module, args = script("train_elastic", "--log-every", "1")
@@ -400,7 +400,7 @@ def test_all_scripts_have_the_defaults_of_the_baseline(monkeypatch):
 
 
 def test_paths_for_rays_workers_are_absolute(tmp_path, monkeypatch):
-    """Each worker has a folder of its own, so that a relative path would be another one."""
+    """Each worker has its own working directory, so a relative path would lead elsewhere."""
     monkeypatch.syspath_prepend(ROOT / "launch")
     monkeypatch.chdir(tmp_path)
     names = ("data_path", "output_dir", "weights", "resume")

@@ -1,4 +1,4 @@
-"""Two seeds share no epoch's order of samples: a spread over seeds is one over independent runs."""
+"""Two seeds never share the order of an epoch, so runs with different seeds are independent."""
 import sys
 from argparse import Namespace
 

@@ -6,7 +6,7 @@ from conftest import ROOT
 
 
 def test_nothing_is_loaded_that_could_run_code():
-    """Every torch.load in the project asks for weights only; folders.py unpickles what its own list of names allows."""
+    """Every torch.load uses weights_only=True; folders.py unpickles only the names in its list."""
     calls = []
     folders = ("common", "benchmarks", "launch")
     for path in [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]:
@@ -24,7 +24,7 @@ def test_nothing_is_loaded_that_could_run_code():
 
 
 def test_the_signals_of_the_batch_files_are_those_that_train_elastic_takes():
-    """To the tasks before the time limit: with "B:" Slurm signals the batch shell alone. torchrun hands them on."""
+    """Slurm must signal the tasks, not only the batch shell, as with "B:"; torchrun passes the signals on."""
     noted = re.findall(r'"(SIG\w+)"', re.search(r"note_signals\((.*)\)", (ROOT / "train_elastic.py").read_text())[1])
     [sent] = re.findall(r"^#SBATCH --signal=(.*)@\d+$", (ROOT / "launch/elastic.sbatch").read_text(), re.M)
     assert f"SIG{sent}" in noted

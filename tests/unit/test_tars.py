@@ -1,4 +1,4 @@
-"""Shards in a folder and on a server: what was written is read, and what cannot be used is named in one line."""
+"""Shards in a folder and on a server: reading returns what was written, and one line names an unusable file."""
 import io
 import json
 import tarfile
@@ -145,7 +145,7 @@ def test_what_arrives_only_in_part_is_named_in_a_short_line(serve, faults, said)
 
 
 def add(path, name, content=b"more"):
-    """Append a file to a shard, as if it had been written so."""
+    """Append a file to a shard, as if the shard had been written with it."""
     with tarfile.open(path, "a") as archive:
         info = tarfile.TarInfo(name)
         info.size = len(content)
@@ -157,7 +157,7 @@ def cut(shard, size):
 
 
 def third_file(shard):
-    """Return where the third pair of a shard begins."""
+    """Return the offset of the third pair in a shard."""
     with tarfile.open(shard) as archive:
         return archive.getmembers()[4].offset
 
@@ -183,7 +183,7 @@ DAMAGE = {  # of a shard whose size is not in the list, as in lists that others 
 
 
 def spoil(folder, case):
-    """Spoil a set, and return the file that must be named, and what must be said."""
+    """Damage a set; return the file that the error must name, and the expected text."""
     if case in DAMAGE:
         content = json.loads((folder / LIST).read_text())
         del content["shardlist"][1]["filesize"]
@@ -204,7 +204,7 @@ def test_a_set_that_cannot_be_used_is_named_in_one_line(shards, case):
 
 
 class Undecoded(loader_streaming.Stream):
-    """The files here are no images."""
+    """A dataset whose files are not images."""
 
     def _read(self, index):
         self.held.pop(index)
@@ -212,7 +212,7 @@ class Undecoded(loader_streaming.Stream):
 
 
 def test_an_epoch_does_not_end_well_with_more_pairs_than_listed(shards):
-    """It asks for no pair after the last one, which must wait until the shard has ended."""
+    """The reader requests no pair after the last, so the last pair must wait for the end of the shard."""
     shard, _ = spoil(shards, "more pairs")
     found = tars.Shards(str(shards), "test", ("img", "gt"), 3)
     stream = Undecoded(found, pairs.Cuts(0, 1, 0, train=False), range(2 * PER_SHARD), 2)
@@ -241,7 +241,7 @@ def test_the_buffer_shuffles_pairs_and_releases_none_before_it_is_read():
 
 
 def test_each_epoch_shuffles_the_shards_and_the_pairs(shards):
-    """Every reader has the same order of shards, whatever its part."""
+    """Every reader has the same order of shards, regardless of its part."""
     found = tars.Shards(str(shards), "test", ("img", "gt"), 3)
     cuts = pairs.Cuts(0, 1, 0, train=True)
     parts = [loader_streaming.Stream(found, cuts, part, 1) for part in (range(5), range(5, 10))]

@@ -1,4 +1,4 @@
-"""train_TP.py's plan on a simulated group of two ranks: torch's fake one, which completes every collective at once."""
+"""train_TP.py's plan on two simulated ranks, in torch's fake group, which completes every collective at once."""
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ def grid():
 
 
 def test_a_block_needs_two_sums_in_forward_and_two_in_backward(grid):
-    """The gradients of the queries, keys and values meet before they travel; blocks of four layers: four times each."""
+    """The gradients of queries, keys and values are added before the all-reduce; each block counts."""
     model = models.create_model("vit", 10, (1, 28, 28))
     parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, train_TP.PLAN, grid))
     with CommDebugMode() as counted:

@@ -20,7 +20,7 @@ def conv(filters, size, stride=1, normalized=True):
 
 
 def head(filters):
-    """A head of the authors' yolov3.cfg; four layers before its end, a route to the next scale begins."""
+    """A head of the authors' yolov3.cfg; the route to the next scale begins four layers before its end."""
     return [conv(filters, 1), conv(2 * filters, 3)] * 3 + [conv(255, 1, normalized=False), ("yolo",), ("route", -4)]
 
 
@@ -190,7 +190,7 @@ def random_outputs(images, size, classes, seed):
 
 
 def random_labels(images, size, classes, seed):
-    """Boxes of any size, an ignored region now and then, and no box at all in image 1."""
+    """Return boxes of any size and some ignored regions, with no box in image 1."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for image in set(range(images)) - {1}:
@@ -298,7 +298,7 @@ def test_the_loss_of_half_precision_is_float32():
 # Detections --------------------------------------------------------------------------------------------------------
 
 def blank(images=2, size=64, classes=2):
-    """Outputs without any object."""
+    """Return outputs without any object."""
     maps = tuple(torch.zeros(images, size // s, size // s, 3, 5 + classes) for s in (8, 16, 32))
     for part in maps:
         part[..., 4:] = -20
@@ -332,7 +332,7 @@ def test_detections_are_the_best_boxes_of_each_class_and_image():
 
 
 def test_the_detections_of_an_image_do_not_depend_on_its_batch():
-    """With ties in score, and with more places than suppression sees."""
+    """The test includes equal scores, and more places than suppression considers."""
     maps, anchors = random_outputs(12, 160, 8, 3)
     maps = tuple((part * 4).round() / 4 for part in maps)
     found = yolov3.detect((maps, anchors), threshold=0.001)
