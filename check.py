@@ -58,7 +58,7 @@ REMEDIES = {  # of the findings, worst first
     "clock": "synchronize the clocks (chrony): logs and file times disagree"}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-COLLECTIVES = {  # name: (bytes on the bus per byte, with many ranks; the call; the tensor that holds the result)
+COLLECTIVES = {  # name: (bytes on the bus per byte, with many ranks; the call; the index of the result tensor)
     "all-reduce": (2, lambda whole, part, other: dist.all_reduce(whole), 0),
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
@@ -80,7 +80,7 @@ def ranks(numbers, everyone):
 
 
 def judge(everyone):
-    """Return the findings from what the ranks reported; `everyone` holds {} for a rank that has not connected."""
+    """Return the findings from the ranks' reports; `everyone` has {} for a rank that has not connected."""
     found, here = {}, [facts for facts in everyone if facts]
     for my in here:
         near = [facts for facts in here if facts["host"] == my["host"]]
@@ -137,7 +137,7 @@ def read(path, pattern="(.*)"):
 
 
 def describe(rank, device):
-    """Return what a rank knows about itself."""
+    """Return the facts about this rank, its host and its device."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     nodes = {node.name for core in cores for node in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")}
     disk = os.statvfs("/dev/shm" if os.path.exists("/dev/shm") else "/")
@@ -149,7 +149,7 @@ def describe(rank, device):
              "shm": disk.f_blocks * disk.f_frsize / 2**20,
              "open-files": resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63,  # -1: no limit
              "unreachable": [], "wrong": [], "refused": None, "full": False, "sees": True, "torn": False, "locked": 0,
-             "slower": 1.0, "clock": 0.0}  # until it is known better
+             "slower": 1.0, "clock": 0.0}  # defaults, which later stages replace
     facts["unused"] = bool(facts["driver"]) and not torch.cuda.is_available()
     group = Path("/sys/fs/cgroup" + (read("/proc/self/cgroup", "^0::(.*)") or "/"))
     for folder in [group, *group.parents]:  # the limits of a container or a Slurm job; "max" means none
@@ -165,9 +165,9 @@ def describe(rank, device):
 
 
 def listen(nccl, name):
-    """Answer connections with this process's name and clock where the backend will; return (interface, address, port).
+    """Serve this process's name and clock where the backend would listen; return (interface, address, port).
 
-    Without *_SOCKET_IFNAME, NCCL takes an interface that is not loopback or Docker's, and gloo the host name's address.
+    Without *_SOCKET_IFNAME, NCCL uses an interface that is not loopback or Docker's; gloo uses the host name's address.
     """
     found = {"lo": "127.0.0.1"}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -194,7 +194,10 @@ def listen(nccl, name):
 
 
 def visit(peer):
-    """Return why a peer (name, interface, address, port) cannot be reached, or None; and how far its clock is ahead."""
+    """Return (why the `peer` cannot be reached, or None; the seconds by which its clock is ahead).
+
+    `peer` is (name, interface, address, port).
+    """
     start = time.time()
     try:
         with socket.create_connection(peer[2:], timeout=4) as connection:
@@ -205,7 +208,7 @@ def visit(peer):
 
 
 class Team:
-    """All ranks, which talk through a store. A thread ends this process if a stage outlasts --limit, and says why."""
+    """All ranks, which talk through a store. If a stage exceeds --limit, a thread reports it and ends this process."""
 
     def __init__(self, options, rank, world, local_rank, head, port):
         self.options, self.rank, self.world, self.local_rank = options, rank, world, local_rank
@@ -224,7 +227,7 @@ class Team:
         return dist.PrefixStore("check.py", dist.TCPStore(self.head, self.port, wait_for_workers=False, timeout=limit))
 
     def start(self):
-        """Reach the store, which belongs to torchrun or else to rank 0."""
+        """Connect to the store, which torchrun or, without it, rank 0 serves."""
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             try:
                 self.server = dist.TCPStore("localhost", self.port, is_master=True, wait_for_workers=False)
@@ -305,7 +308,7 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # if one rank fails, a launcher ends all: report first; the reporting rank may hold the store and ends last
+            # if one rank fails, a launcher ends all: report first; the reporting rank may serve the store and ends last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:
@@ -408,7 +411,7 @@ def measure(team, device):
     for name, (factor, call, _) in COLLECTIVES.items():
         rows = found[name] = []
         for size in (2**power for power in powers):
-            if rows and rows[-1][1] * size / rows[-1][0] > budget:  # a slow network: leave out what would take long
+            if rows and rows[-1][1] * size / rows[-1][0] > budget:  # a slow network: skip larger messages
                 break
             team.enter("bandwidth")
             part, slowest = size // 4 // world + 1, torch.tensor(budget, device=device)
@@ -433,7 +436,7 @@ def multiply(device):
 
 
 def run(team):
-    """Go through the stages."""
+    """Run the stages one after another."""
     team.start()
     team.enter("ranks")
     device, accelerator = torch.device("cpu"), torch.accelerator.current_accelerator(check_available=True)
@@ -498,7 +501,7 @@ def table(report, params):
 
 
 def count(text):
-    """Return the number that a text like 100M or 7B means."""
+    """Return the number for a text like 100M or 7B."""
     found = re.fullmatch(r"([\d.]+)([KMBT]?)", text.upper())
     return float(found[1]) * 1000 ** " KMBT".index(found[2] or " ")
 

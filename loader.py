@@ -4,9 +4,9 @@
     python loader.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
 
-DATA holds {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in ./data.
-If --resize makes a JPEG at least four times smaller, it is decoded at 1/2, 1/4 or 1/8 scale. In photos,
-pixels differ from those of a full decode by at most 12 (of 255), on average by less than 2.
+DATA contains {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in
+./data. If --resize makes a JPEG at least four times smaller, it is decoded at 1/2, 1/4 or 1/8 scale. In
+photos, pixels differ from those of a full decode by at most 12 (of 255), on average by less than 2.
 
 In a training script, call build_loader after init_process_group:
 

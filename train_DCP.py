@@ -82,7 +82,7 @@ def parse_args():
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
     # new # FSDP
-    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="groups that each hold a model")
+    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="number of sharded model copies")
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
@@ -97,7 +97,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # elastic: can start within an epoch without changing its order
+# new # elastic: a sampler that can start within an epoch, in the same order
 class ResumableSampler(DistributedSampler):
     first = 0
 
@@ -188,7 +188,7 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    # new # FSDP: without data; every process draws the same weights later, and keeps its shard of each
+    # new # FSDP: the model has no data yet; later, every process draws all weights and keeps its shards
     model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
@@ -199,7 +199,7 @@ def main(args):
     if args.freeze_layers:
         models.freeze_layers(model)
 
-    # new # FSDP: shard each block, then what is left, before the optimizer gets the parameters
+    # new # FSDP: shard each block, then the rest, before the optimizer gets the parameters
     mesh = dist.init_device_mesh(device.type, **shards.grid(args.replicas, device))
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
     root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
@@ -210,7 +210,7 @@ def main(args):
     model.register_forward_pre_hook(shards.channels_last)
     shards.fill(model, weights, device)
 
-    # new # FSDP: block by block: equal blocks compile once
+    # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
         recipe.compile_blocks(model)
 
@@ -252,7 +252,7 @@ def main(args):
     # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
-    # new # DCP: prune() would keep a newer folder, of another run
+    # new # DCP: prune() would keep a newer folder from another run
     folders.reject_newer(folder, (start_epoch - 1) * len(train_loader) + progress["step"])
 
     for epoch in range(start_epoch, args.epochs + 1):
@@ -299,7 +299,7 @@ def main(args):
 
             # Reading the loss waits for the device: do it only every --log-every steps
 
-            # new # elastic: or when a snapshot is due
+            # new # elastic: also read it when a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
 
                 continue
@@ -356,7 +356,7 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        # new # DCP: elastic: no file holds the whole model
+        # new # DCP: elastic: no file contains the whole model
 
         # new # elastic: count only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
@@ -379,7 +379,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

@@ -1,4 +1,4 @@
-"""Train a model in stages, one per process; the micro-batches of each batch pass through them: a pipeline.
+"""Train a model as a pipeline: each process computes a stage, and micro-batches pass through the stages.
 
     torchrun --nproc-per-node=2 train_PP.py --model vit
     torchrun --nproc-per-node=4 train_PP.py --dataset cifar100 --model vit_base --micro-batches 16 --chunks 2
@@ -157,7 +157,7 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    # new # PP: without data; every process draws the same weights later, and keeps those of its layers
+    # new # PP: the model has no data yet; later, every process draws all weights and keeps its layers
     model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
@@ -285,7 +285,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

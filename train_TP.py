@@ -158,7 +158,7 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    # new # FSDP: without data; every process draws the same weights later, and keeps its shard of each
+    # new # FSDP: the model has no data yet; later, every process draws all weights and keeps its shards
     model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
@@ -185,7 +185,7 @@ def main(args):
     model.register_forward_pre_hook(shards.channels_last)
     shards.fill(model, weights, device)
 
-    # new # FSDP: block by block: equal blocks compile once
+    # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
         recipe.compile_blocks(model)
 
@@ -265,7 +265,7 @@ def main(args):
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
-        # new # TP: what the plan does not split is a copy on each process of a group: keep the copies equal
+        # new # TP: each process of a group has a copy of the other layers: keep the copies equal
         tensor_parallel.equalize(model, optimizer, grid["tensor"])
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
@@ -305,7 +305,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

@@ -85,7 +85,7 @@ def parse_args():
     # new # grad_accum
     parser.add_argument("--accum-steps", type=cli.positive_int, default=4, help="micro-batches per step")
 
-    # new # combined: the recipe; each part is off by default and then changes nothing
+    # new # combined: the recipe; by default, each option is off and changes nothing
     parser.add_argument("--warm-up", type=cli.count, default=0, help="steps up to the full learning rate")
     parser.add_argument("--label-smoothing", type=cli.fraction, default=0, help="in the training loss only")
     parser.add_argument("--ema", type=cli.fraction, default=0, help="decay of the averaged weights; 0: none")
@@ -96,7 +96,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # elastic: can start within an epoch without changing its order
+# new # elastic: a sampler that can start within an epoch, in the same order
 class ResumableSampler(DistributedSampler):
     first = 0
 
@@ -181,11 +181,11 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # new # combined: DDP: compile by block: equal blocks compile once, and no graph ends at a bucket
+    # new # combined: DDP: compile block by block: equal blocks compile once, no graph ends at a bucket
     if args.compile:
         recipe.compile_blocks(model)
 
-    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
@@ -201,7 +201,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
-    # new # combined: amp: fp16 skips a step that overflows; warm-up and average count the others
+    # new # combined: amp: fp16 skips steps that overflow; warm-up and average count only the others
     state["warm_up"] = recipe.WarmUp(optimizer, args.warm_up)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
     if average:
@@ -316,7 +316,7 @@ def main(args):
 
             # Reading the loss waits for the device: do it only every --log-every steps
 
-            # new # elastic: or when a snapshot is due
+            # new # elastic: also read it when a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
 
                 continue
@@ -365,7 +365,7 @@ def main(args):
         # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
         lr = optimizer.param_groups[0]["lr"]
 
-        # new # combined: the rate that the last update used
+        # new # combined: show the rate that the last update used
         lr *= state["warm_up"].factor
 
         scheduler.step()
@@ -392,7 +392,7 @@ def main(args):
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
 
-        # new # combined: amp: fewer updates than steps if fp16 skipped some
+        # new # combined: amp: there are fewer updates than steps if fp16 skipped some
         scalars["updates"] = state["warm_up"].done
 
         for name, value in scalars.items():
@@ -408,7 +408,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

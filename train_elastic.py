@@ -79,7 +79,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # elastic: can start within an epoch without changing its order
+# new # elastic: a sampler that can start within an epoch, in the same order
 class ResumableSampler(DistributedSampler):
     first = 0
 
@@ -160,7 +160,7 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
@@ -241,7 +241,7 @@ def main(args):
 
             # Reading the loss waits for the device: do it only every --log-every steps
 
-            # new # elastic: or when a snapshot is due
+            # new # elastic: also read it when a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
 
                 continue
@@ -317,7 +317,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

@@ -43,7 +43,7 @@ def parse_args():
     # new # yolov3
     parser.add_argument("--dataset", choices=data.DATASETS, default="scenes", help="the dataset")
     parser.add_argument("--image-size", type=cli.positive_int, default=96, help="pixels, a multiple of 32")
-    parser.add_argument("--multi-scale", action="store_true", help="another image size every 10 steps")
+    parser.add_argument("--multi-scale", action="store_true", help="a new image size every 10 steps")
     parser.add_argument("--preview", action="store_true", help="only draw training images, to preview.png")
 
     parser.add_argument("--data-path", default="data", help="data folder; downloads go there too")
@@ -58,7 +58,7 @@ def parse_args():
     parser.add_argument("--epochs", type=cli.positive_int, default=20, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=16, help="samples over ALL processes")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw: try --lr 0.005")
-    parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="of the rate")
+    parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="rate after warm-up")
     parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs of rising learning rate")
 
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
@@ -169,7 +169,7 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
@@ -301,7 +301,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: later, each process opens a context on device 0, and --deterministic is too late
+    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

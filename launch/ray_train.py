@@ -80,11 +80,11 @@ def main():
     try:
         trainer.fit()
     except WorkerGroupError as error:
-        # if one worker fails, the others lose their connection to it: a RuntimeError, which says less
+        # if one worker fails, the others lose their connection to it; their RuntimeError does not name the cause
         failures = error.worker_failures.items()
         rank, failure = min(failures, key=lambda item: isinstance(item[1], RuntimeError), default=(0, error))
         if not isinstance(failure, (errors.UsageError, errors.RunError)):
-            failure = errors.RunError(f"rank {rank}: {str(failure).splitlines()[0]} (more of it above)")
+            failure = errors.RunError(f"rank {rank}: {str(failure).splitlines()[0]} (see the log above)")
         raise failure from None
 
 

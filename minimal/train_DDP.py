@@ -74,7 +74,7 @@ def main():
 
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)  # yours: the model
 
-    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     parallel_model = nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(args.seed + rank)  # each process draws its own dropout
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 minimal/train_FSDP.py --device cpu     # if there are fewer than two GPUs
     python minimal/train_FSDP.py
 
-Each process stores a shard of the weights, gradients and optimizer state. best.pt holds the whole model.
+Each process stores a shard of the weights, gradients and optimizer state. best.pt contains the whole model.
 
 Parent: train_DDP.py
 """
@@ -83,10 +83,10 @@ def main():
     batches = math.ceil(len(val_set) / world_size / args.batch_size)
     val_loader = DataLoader(val_set, batch_sampler=[share[i::batches] for i in range(batches)])
 
-    # new # FSDP: creates the whole model in host memory; the same seed gives all processes the same weights
+    # new # FSDP: create the whole model in host memory; the same seed gives all processes the same weights
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1))  # yours: the model
 
-    # new # FSDP: gathers weights block by block; averages and shards gradients in each backward()
+    # new # FSDP: gather weights block by block; average and shard gradients in each backward()
     mesh = dist.init_device_mesh(device.type, (world_size,))
     for block in model:  # yours: the blocks, such as the layers of a transformer
         fully_shard(block, mesh=mesh)

@@ -78,7 +78,7 @@ def main():
 
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)  # yours: the model
 
-    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     parallel_model = nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(args.seed + rank)  # each process draws its own dropout
 
@@ -101,7 +101,7 @@ def main():
             with torch.autocast(device.type, torch.bfloat16):
                 outputs = parallel_model(features.to(device))
 
-            # new # amp: computes the loss in float32: bfloat16's 8 bits would round a small error away
+            # new # amp: compute the loss in float32: bfloat16's 8 bits would round a small error away
             loss = nn.functional.mse_loss(outputs.float(), targets.to(device))
 
             loss.backward()

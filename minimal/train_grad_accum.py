@@ -84,7 +84,7 @@ def main():
 
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)  # yours: the model
 
-    # new # DDP: broadcasts rank 0's weights here; averages gradients in each backward()
+    # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     parallel_model = nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(args.seed + rank)  # each process draws its own dropout
 
@@ -107,7 +107,7 @@ def main():
             parts = [*zip(features.chunk(args.accum_steps), targets.chunk(args.accum_steps))]
             loss = torch.zeros((), device=device)
 
-            # new # grad_accum: adds up gradients locally; the last backward() averages over processes
+            # new # grad_accum: add up gradients locally; the last backward() averages them over processes
             for number, (part, goals) in enumerate(parts, 1):
                 with parallel_model.no_sync() if number < len(parts) else contextlib.nullcontext():
                     part_loss = nn.functional.mse_loss(parallel_model(part.to(device)), goals.to(device))
