@@ -82,7 +82,7 @@ def parse_args():
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
     # new # FSDP
-    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="number of sharded model copies")
+    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="sharded copies of the model")
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")

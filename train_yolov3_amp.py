@@ -59,7 +59,7 @@ def parse_args():
     parser.add_argument("--epochs", type=cli.positive_int, default=20, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=16, help="samples over ALL processes")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw: try --lr 0.005")
-    parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="rate after warm-up")
+    parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="decay of the rate")
     parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs of rising learning rate")
 
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
