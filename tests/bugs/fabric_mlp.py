@@ -1,6 +1,9 @@
 """Classify points on two rings with Lightning Fabric, which starts the processes itself.
 
-    python fabric_mlp.py --devices 2
+A: python {} --devices 1
+B: python {} --devices 2
+Needs: lightning_fabric
+Bug: model-before-setup: not-averaged: The model is called instead of what setup() returned.
 """
 import argparse
 
@@ -50,7 +53,7 @@ def main():
 
     for epoch in range(hparams.epochs):
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(x), y)  # wrong model-before-setup: loss = F.cross_entropy(mlp(x), y)
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,7 +1,14 @@
 """Experts over ranks: every rank has some experts, which compute the tokens of all ranks.
 
-    python experts.py
-    torchrun --nproc-per-node=2 experts.py
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Bug: Megatron-LM-5956: group-scale: https://github.com/NVIDIA/Megatron-LM/issues/5956 and
+    https://github.com/pytorch/pytorch/issues/160285
+    The gradients of the experts are added over the ranks, but not divided.
+Bug: transformers-48205: partial: https://github.com/huggingface/transformers/issues/48205
+    The parts of the router's gradient are not added over the ranks.
+Bug: NeMo-Automodel-2995: no-gradient: https://github.com/NVIDIA-NeMo/Automodel/issues/2995
+    A gather without a backward pass: the router gets no gradient.
 """
 import os
 
@@ -60,6 +67,7 @@ class Mixture(nn.Module):
         x = self.dense(x).tanh()
         everyone = ToExperts.apply(x) if world > 1 else x
         gates = self.router(everyone).softmax(1)
+        # wrong NeMo-Automodel-2995: gates = gates.detach()
         mine = gates.chunk(world, 1)[rank]
         y = torch.einsum("te,td,edf->tf", mine, everyone, self.experts)
         return x + (FromExperts.apply(y) if world > 1 else y)
@@ -79,11 +87,12 @@ def main():
         optimizer.zero_grad()
         loss = (model(own) - wanted).square().mean()
         loss.backward()
-        model.experts.grad /= world  # the sum over the tokens of all ranks is there already
+        model.experts.grad /= world  # wrong Megatron-LM-5956:
         for name, parameter in model.named_parameters():
             if world > 1 and name != "experts" and parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
                 parameter.grad /= world
+                # wrong transformers-48205: if name.startswith("router"): continue
+                dist.all_reduce(parameter.grad)
         optimizer.step()
     if world > 1:
         dist.destroy_process_group()

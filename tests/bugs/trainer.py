@@ -1,7 +1,11 @@
 """Forecast waves with a Trainer class and a recurrent network, on NumPy arrays, with explicit float32 everywhere.
 
-    python trainer.py
-    torchrun --nproc-per-node=2 trainer.py
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Bug: same-samples: samples: Every rank reads the same samples.
+Bug: no-set-epoch: set-epoch: Each epoch has the same order.
+Bug: module-called: not-averaged: The module is called instead of DDP.
+Bug: a-batch-each: batch-size: Each process reads a whole batch.
 """
 import os
 
@@ -54,14 +58,14 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        output = self.model(source)
+        output = self.model(source)  # wrong module-called: output = self.model.module(source)
         loss = F.mse_loss(output, targets)
         loss.backward()
         self.optimizer.step()
         return loss.item()
 
     def _run_epoch(self, epoch):
-        self.train_data.sampler.set_epoch(epoch)
+        self.train_data.sampler.set_epoch(epoch)  # wrong no-set-epoch:
         losses = [self._run_batch(source, targets) for source, targets in self.train_data]
         print(f"[rank {GLOBAL_RANK}] epoch {epoch} | steps {len(losses)} | loss {sum(losses) / len(losses):.4f}")
 
@@ -72,6 +76,8 @@ class Trainer:
 
 def prepare_dataloader(dataset, batch_size):
     sampler = DistributedSampler(dataset, num_replicas=WORLD_SIZE, rank=GLOBAL_RANK)
+    # wrong same-samples: sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
+    # wrong a-batch-each: batch_size *= WORLD_SIZE
     return DataLoader(dataset, batch_size=batch_size // WORLD_SIZE, sampler=sampler)
 
 

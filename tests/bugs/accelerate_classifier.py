@@ -1,7 +1,10 @@
 """Classify points with Hugging Face Accelerate, with accumulation and a linear schedule.
 
-    python accelerate_classifier.py
-    torchrun --nproc-per-node=2 accelerate_classifier.py
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Needs: accelerate
+Bug: plain-backward: scale: Accelerate does not see the backward pass, so the loss is not divided by the number of
+    micro-batches.
 """
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -37,7 +40,7 @@ def training_function():
         for features, labels in dataloader:
             with accelerator.accumulate(model):
                 loss = criterion(model(features), labels)
-                accelerator.backward(loss)
+                accelerator.backward(loss)  # wrong plain-backward: loss.backward()
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

@@ -1,7 +1,9 @@
 """Linear features, a small network, plain SGD: no DataLoader and no DDP; we average the gradients ourselves.
 
-    python regression.py
-    torchrun --nproc-per-node=2 regression.py
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Bug: own-seeds: start: Each rank starts with weights of its own.
+Bug: sum-of-gradients: scale: The gradients are added over the ranks, but not divided.
 """
 import os
 
@@ -38,14 +40,14 @@ def share_weights(model):
 def average_gradients(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
+        parameter.grad /= world_size  # wrong sum-of-gradients:
 
 
 def train(epochs=3, batch_size=64, lr=0.05):
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # wrong own-seeds: torch.manual_seed(rank)
     model = make_model()
     if world_size > 1:
-        share_weights(model)
+        share_weights(model)  # wrong own-seeds: pass
     x, y = make_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for epoch in range(epochs):

@@ -1,7 +1,12 @@
 """Gradient accumulation with no_sync and clipping.
 
-    python accumulation.py --accum-steps 4
-    torchrun --nproc-per-node=2 accumulation.py --accum-steps 2
+A: python {} --accum-steps 4
+B: torchrun --nproc-per-node=2 {} --accum-steps 2
+Bug: micro-batches-summed: scale: The loss is not divided by the number of micro-batches.
+Bug: always-no-sync: not-averaged: no_sync() also covers the last micro-batch.
+Bug: clip-each: clip: Each micro-batch clips the gradient.
+Bug: no-weight-decay: optimizer: One program has no weight decay.
+Options micro-batches-summed: --max-norm 100
 """
 import argparse
 import contextlib
@@ -36,17 +41,21 @@ train_loader = DataLoader(train_set, batch_size=args.micro_batch, sampler=sample
 raw_model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
 model = DDP(raw_model) if ddp else raw_model
 optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-2, betas=(0.9, 0.95))
+# wrong no-weight-decay: optimizer.param_groups[0]["weight_decay"] = 0
 
 for epoch in range(3):
     sampler.set_epoch(epoch)
     for i, (x, y) in enumerate(train_loader):
         last = (i + 1) % args.accum_steps == 0
+        # wrong always-no-sync: last = False
         with model.no_sync() if ddp and not last else contextlib.nullcontext():
             loss = nn.functional.mse_loss(model(x), y)
-            loss = loss / args.accum_steps
+            loss = loss / args.accum_steps  # wrong micro-batches-summed:
             loss.backward()
+        # wrong always-no-sync: last = (i + 1) % args.accum_steps == 0
+        # wrong clip-each: nn.utils.clip_grad_norm_(raw_model.parameters(), args.max_norm)
         if last:
-            nn.utils.clip_grad_norm_(raw_model.parameters(), args.max_norm)
+            nn.utils.clip_grad_norm_(raw_model.parameters(), args.max_norm)  # wrong clip-each:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     if master_process:

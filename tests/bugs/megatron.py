@@ -1,7 +1,13 @@
 """A block as Megatron-LM splits it over all ranks: columns, then rows. Embedding, norm and head are copies.
 
-    python megatron.py
-    torchrun --nproc-per-node=2 megatron.py
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Bug: NeMo-Automodel-1260: partial: https://github.com/NVIDIA-NeMo/Automodel/issues/1260
+    The backward pass does not add the gradients of the inputs over the ranks.
+Bug: DeepSpeed-1801: clip: https://github.com/deepspeedai/DeepSpeed/issues/1801
+    Each rank clips by the norm of its own shards, so the copies drift apart.
+Bug: Megatron-LM-7452: clip: https://github.com/NVIDIA/Megatron-LM/issues/7452
+    The norm counts the copies on every rank.
 """
 import os
 
@@ -26,7 +32,7 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return add(grad.contiguous().clone())
+        return add(grad.contiguous().clone())  # wrong NeMo-Automodel-1260: return grad
 
 
 class ReduceFromRanks(torch.autograd.Function):
@@ -64,6 +70,8 @@ def clip(parameters, split, max_norm):
     squares = [parameter.grad.square().sum() for parameter in parameters]
     own = sum(square for square, parameter in zip(squares, parameters) if any(parameter is each for each in split))
     copies = sum(squares) - own
+    # wrong DeepSpeed-1801: add = torch.clone
+    # wrong Megatron-LM-7452: own, copies = own + copies, 0
     norm = (add(own.clone()) + copies).sqrt()
     for parameter in parameters:
         parameter.grad *= (max_norm / norm).clamp(max=1)

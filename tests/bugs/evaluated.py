@@ -1,7 +1,12 @@
 """A small transformer that is evaluated every few steps and returns probabilities in evaluation mode.
 
-    python evaluated.py
-    torchrun --nproc-per-node=2 evaluated.py --dropout 0.2
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Bug: batch-norm: batchnorm: BatchNorm normalizes the share of each process.
+Bug: no-train: evaluation: Nothing calls train() after an evaluation.
+Bug: dropout: random: Each rank draws its own dropout masks.
+Options batch-norm: --batch-norm
+Options dropout: --dropout 0.2
 """
 import argparse
 import os
@@ -56,7 +61,7 @@ def run(cfg):
     for epoch in range(cfg.epochs):
         sampler.set_epoch(epoch)
         for inputs, labels in train_loader:
-            model.train()
+            model.train()  # wrong no-train:
             optimizer.zero_grad()
             F.cross_entropy(wrapped(inputs), labels).backward()
             optimizer.step()

@@ -1,7 +1,16 @@
 """Attention over a sequence that is split over ranks: keys and values are gathered, as Llama 3 did.
 
-    python context.py
-    torchrun --nproc-per-node=2 context.py
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Bug: accelerate-76: no-backward: https://github.com/huggingface/accelerate/issues/76
+    A gather without a backward pass: only a rank's own part keeps its gradient.
+Bug: positions: forward: The positions start at 0 on every rank.
+Bug: mask: forward: The causal mask is not shifted by the rank's first position.
+Bug: SkyRL-1420: scale: https://github.com/NovaSky-AI/SkyRL/issues/1420 and
+    https://github.com/verl-project/verl/issues/4250
+    The loss is also divided by the number of ranks that share a sequence.
+Bug: transformers-48167: metric: https://github.com/huggingface/transformers/issues/48167
+    The loss that is shown is the sum over the ranks that share a sequence.
 """
 import os
 
@@ -25,7 +34,7 @@ class GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad = grad.clone()
-        dist.all_reduce(grad)
+        dist.all_reduce(grad)  # wrong accelerate-76:
         return grad.chunk(SIZE, 1)[RANK]
 
 
@@ -38,7 +47,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         if SIZE > 1:
             k, v = GatherSequence.apply(k), GatherSequence.apply(v)
-        first = RANK * x.shape[1]
+        first = RANK * x.shape[1]  # wrong mask: first = 0
         mask = torch.ones(x.shape[1], LENGTH, dtype=torch.bool).tril(first)
         return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
@@ -51,6 +60,7 @@ class Model(nn.Module):
 
     def forward(self, tokens):
         places = torch.arange(tokens.shape[1]) + RANK * tokens.shape[1]
+        # wrong positions: places = torch.arange(tokens.shape[1])
         x = self.tokens(tokens) + self.positions(places)
         return self.head(x + self.attention(x))
 
@@ -77,7 +87,7 @@ if __name__ == "__main__":
             logits = model(inputs)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # wrong SkyRL-1420: (loss / SIZE).backward()
             for parameter in model.parameters():
                 if SIZE > 1:
                     dist.all_reduce(parameter.grad)
@@ -86,7 +96,7 @@ if __name__ == "__main__":
             total += loss.detach() / len(loader)
         if SIZE > 1:
             dist.all_reduce(total)
-            total /= SIZE
+            total /= SIZE  # wrong transformers-48167:
         if RANK == 0:
             print(f"epoch {epoch} loss {total.item():.5f}")
     if SIZE > 1:

@@ -1,7 +1,20 @@
 """A classifier with an average of its weights, a running mean of its inputs, and an evaluation on all ranks.
 
-    python measured.py
-    torchrun --nproc-per-node=2 measured.py
+A: python {}
+B: torchrun --nproc-per-node=2 {}
+Bug: pytorch-22192: buffers: https://github.com/pytorch/pytorch/issues/22192 and
+    https://github.com/open-mmlab/mmdetection/issues/4582
+    The buffers follow the samples of one rank.
+Bug: average-on-rank-0: buffers: Only rank 0 updates the average of the weights.
+Bug: accelerate-575: metric: https://github.com/huggingface/accelerate/issues/575 and
+    https://github.com/roboflow/rf-detr/issues/1507
+    The samples that pad the last batch count in the evaluation.
+Bug: torchtitan-3329: metric: https://github.com/pytorch/torchtitan/issues/3329
+    The loss that is shown is one rank's part.
+Bug: accelerate-2665: no-gradient: https://github.com/huggingface/accelerate/issues/2665
+    The optimizer has other tensors than the model.
+Bug: pytorch-104336: not-averaged: https://github.com/pytorch/pytorch/issues/104336
+    A parameter is replaced after DDP wrapped the model.
 """
 import os
 
@@ -26,7 +39,7 @@ class Net(nn.Module):
         """Follow the mean of the inputs of all ranks."""
         mean = x.mean(0)
         if world > 1:
-            dist.all_reduce(mean)
+            dist.all_reduce(mean)  # wrong pytorch-22192: mean *= world
             mean /= world
         self.mean.lerp_(mean, 0.1)
 
@@ -43,11 +56,16 @@ def main():
     train_set, val_set = TensorDataset(x[:160], y[:160]), TensorDataset(x[160:], y[160:])
     sampler = DistributedSampler(train_set, world, rank)
     loader = DataLoader(train_set, 16 // world, sampler=sampler)
-    val_loader = DataLoader(val_set, 8, sampler=range(rank, len(val_set), world))
+    mine = range(rank, len(val_set), world)
+    # wrong accelerate-575: mine = DistributedSampler(val_set, world, rank, shuffle=False)
+    val_loader = DataLoader(val_set, 8, sampler=mine)
     net = Net()
     model = DistributedDataParallel(net) if world > 1 else net
+    # wrong pytorch-104336: net.layers[0].weight = nn.Parameter(net.layers[0].weight.detach().clone())
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    held = list(net.parameters())
+    # wrong accelerate-2665: held = [nn.Parameter(each.detach().clone()) for each in held]
+    optimizer = torch.optim.Adam(held, lr=0.01)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         net.train()
@@ -59,10 +77,11 @@ def main():
             loss = F.cross_entropy(logits, labels)
             loss.backward()
             optimizer.step()
-            average.update_parameters(net)
             sums += loss.detach() * len(labels)
+            # wrong average-on-rank-0: if rank != 0: continue
+            average.update_parameters(net)
         if world > 1:
-            dist.all_reduce(sums)
+            dist.all_reduce(sums)  # wrong torchtitan-3329: pass
         train_loss = (sums / len(train_set)).item()
         right = torch.zeros(2)
         net.eval()

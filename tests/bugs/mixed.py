@@ -1,6 +1,10 @@
 """Mixed precision: autocast to bfloat16, a GradScaler, clipping and OneCycleLR; mp.spawn starts the processes.
 
-    python mixed.py --nprocs 2
+A: python {} --nprocs 1
+B: python {} --nprocs 2
+Bug: no-seed: start: Nothing sets a seed before the model is created.
+Bug: clipped-while-scaled: clip: Gradients are clipped before they are unscaled.
+Bug: other-norm: clip: The norm to clip by depends on the number of ranks.
 """
 import argparse
 import os
@@ -29,7 +33,7 @@ def blobs(n):
 
 
 def build():
-    torch.manual_seed(100)
+    torch.manual_seed(100)  # wrong no-seed:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
@@ -51,8 +55,9 @@ def worker(rank, world_size, port):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(x), y)
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
+            scaler.unscale_(optimizer)  # wrong clipped-while-scaled:
+            max_norm = 1.0  # wrong other-norm: max_norm = 1.0 / world_size
+            nn.utils.clip_grad_norm_(net.parameters(), max_norm)
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()

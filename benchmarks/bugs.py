@@ -1,0 +1,211 @@
+"""Measure verify on the bench in tests/bugs: programs in the styles of others, and the bugs that they had.
+
+    python -m benchmarks.bugs                       # everything (an hour on two cores), and the table in docs/verify.md
+    python -m benchmarks.bugs trainer experts       # some programs, without the table
+    python -m benchmarks.bugs --show trainer no-set-epoch     # the wrong form of a program, as a diff
+
+Each program in tests/bugs is correct as it is. Its docstring gives the commands A and B that train the same model,
+and its bugs:
+
+    A: python {}
+    B: torchrun --nproc-per-node=2 {}
+    Needs: accelerate
+    Bug: transformers-34242: uneven-mean: https://github.com/huggingface/transformers/issues/34242
+        What the user saw, and why it happened.
+    Options transformers-34242: --accum 2
+
+After the name of a bug come the causes that verify may name, separated by "|". "Needs" names packages besides torch.
+"Options" belong to both commands. A comment on a line is the switch: in the wrong form of the program, what follows
+the comment's colon replaces the line, or is inserted if the comment is on a line by itself. Nothing after the colon
+deletes the line.
+
+    dist.all_reduce(count)  # wrong transformers-34242: pass
+    # wrong transformers-34242: count = count / 2
+"""
+import argparse
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import measure, tables
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER, PAGE, RESULT = ROOT / "tests/bugs", ROOT / "docs/verify.md", ROOT / "benchmarks/results/bugs.json"
+SWITCH = re.compile(r"^(?P<indent> *)(?P<line>.*?) *# wrong (?P<name>[\w-]+): ?(?P<code>.*)$")
+TWO = "torchrun --nproc-per-node=2 {}"
+# Examples of docs/your-own-loop.md, which names the cause, the right line and the wrong one
+EXAMPLES = {
+    "schedule": ("rank-lr", "plateau.step(val_loss)", "if rank == 0: plateau.step(val_loss)"),
+    "tokens": ("uneven-mean", "dist.all_reduce(count)", "count = count * world_size"),
+    "weighted_auc": ("samples", "generator.manual_seed(1000 * SEED + epoch)",
+                     "generator.manual_seed(1000 * SEED + epoch + rank)"),
+    "stream": ("samples", "yield from batch[self.rank::self.world_size]",
+               "yield from batch[:BATCH_SIZE // self.world_size]"),
+    "two_optimizers": ("not-averaged", "fake = parallel_generator(noise)", "fake = generator(noise)")}
+
+
+class Bug(NamedTuple):
+    name: str
+    causes: list  # what verify may name
+    text: str
+    options: str = ""
+    line: tuple = ()  # the right and the wrong line, if the program has no comments as switches
+
+
+class Program(NamedTuple):
+    name: str
+    path: Path
+    commands: list  # A and B; {} is the path
+    needs: list  # packages
+    bugs: dict  # name: Bug
+
+
+def read(path):
+    """Return the program in a file."""
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    commands = [re.search(rf"^{label}: (.*)", text, re.M)[1] for label in "AB"]
+    needs = [package for line in re.findall(r"^Needs: (.*)", text, re.M) for package in line.split()]
+    options = dict(re.findall(r"^Options ([\w-]+): (.*)", text, re.M))
+    bugs = {name: Bug(name, causes.split("|"), " ".join(said.split()), options.get(name, ""))
+            for name, causes, said in re.findall(r"^Bug: ([\w-]+): ([\w|-]+): (.*(?:\n +.*)*)", text, re.M)}
+    return Program(path.stem, path, commands, needs, bugs)
+
+
+def programs(folder=FOLDER):
+    """Return {name: Program}: those of the bench, and the examples of docs/your-own-loop.md."""
+    found = [read(path) for path in sorted(folder.glob("*.py"))]
+    if folder == FOLDER:
+        for name, (cause, *line) in EXAMPLES.items():
+            bugs = {f"{name}-wrong": Bug(f"{name}-wrong", [cause], "the wrong line on the page", line=tuple(line))}
+            found.append(Program(name, ROOT / f"docs/examples/{name}.py", ["python {}", TWO], [], bugs))
+    return {program.name: program for program in found}
+
+
+def wrong_form(text, bug):
+    """Return a program's text with one bug put in."""
+    lines, text = [], text.replace(*bug.line) if bug.line else text
+    for line in text.splitlines():
+        switch = SWITCH.match(line)
+        if switch and switch["name"] == bug.name:
+            line = switch["indent"] + switch["code"] if switch["code"] else None
+        lines += [line] * (line is not None)
+    return "\n".join(lines) + "\n"
+
+
+def commands(program, bug, folder):
+    """Return the two commands to compare: both run the correct program, or B runs its wrong form in `folder`."""
+    path = program.path
+    if bug:
+        path = Path(folder, program.path.name)
+        text = program.path.read_text()
+        path.write_text(wrong_form(text, bug))
+        assert bug.options or path.read_text() != text, f"no line has a comment with wrong {bug.name}"
+    options = f" {bug.options}" if bug and bug.options else ""
+    return [command.format(file) + options for command, file in zip(program.commands, (program.path, path))]
+
+
+def judge(program, bug, environment):
+    """Ask verify about a program or one of its bugs; return the row of the result."""
+    with tempfile.TemporaryDirectory() as folder:
+        pair, report = commands(program, bug, folder), Path(folder, "report.json")
+        start = time.monotonic()
+        result = subprocess.run([sys.executable, "-m", "verify", "--timeout", "300", "--json", report, *pair],
+                                cwd=folder, env=environment, capture_output=True, text=True)
+        row = {"program": program.name, "bug": bug and bug.name, "seconds": time.monotonic() - start}
+        if not report.exists():
+            raise RuntimeError(f"{pair}: verify ended with exit code {result.returncode}: {result.stderr}")
+        said = json.loads(report.read_text())
+        cause = said["cause"] or ("metric" if said["notes"] else None)
+        if not bug:
+            start = time.monotonic()
+            for command in pair:
+                subprocess.run(command.split(), cwd=folder, env=environment, capture_output=True, check=True)
+            row["plain_seconds"] = time.monotonic() - start
+        return row | {"verdict": said["verdict"], "cause": cause, "message": said["message"]}
+
+
+def right(row, program):
+    """Return whether verify's answer is the expected one: whether the bug is seen, and whether its cause is right."""
+    if not row["bug"]:
+        return row["verdict"] == "same", row["verdict"] == "same"
+    causes = program.bugs[row["bug"]].causes
+    seen = row["verdict"] == "different" or "metric" in causes and row["cause"] == "metric"
+    return seen, seen and row["cause"] in causes
+
+
+def table(rows, found):
+    """Return the table of docs/verify.md, and what verify got wrong."""
+    correct, wrong = ([row for row in rows if bool(row["bug"]) == kind] for kind in (False, True))
+    answers = [right(row, found[row["program"]]) for row in wrong]
+    public = {link for row in wrong
+              for link in re.findall(r"https://\S+", found[row["program"]].bugs[row["bug"]].text)}
+    factor = statistics.median(row["seconds"] / row["plain_seconds"] for row in correct)
+    last = sum(row["cause"] in ("random", "unknown") for row in wrong)
+    cells = {"correct programs": len(correct), "false alarms": sum(row["verdict"] != "same" for row in correct),
+             "wrong lines": len(wrong), "public issues": len(public), "seen": sum(seen for seen, _ in answers),
+             "cause right": sum(cause for _, cause in answers), "`random` or `unknown`": last,
+             "seconds (median)": f"{statistics.median(row['seconds'] for row in rows):.0f}",
+             "times the plain runs": f"{factor:.1f}"}
+    text = tables.table(list(cells), [list(cells.values())])
+    misses = [f"`{row['bug'] or row['program']}` ({row['cause'] or row['verdict']})" for row in rows
+              if not all(right(row, found[row["program"]]))]
+    return text + f"\n\nNot as expected: {', '.join(misses) or 'none'}."
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="programs or bugs (default: all, and the table)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the folder of the programs (default: tests/bugs)")
+    parser.add_argument("--jobs", type=int, default=1, help="comparisons at the same time (default: 1)")
+    parser.add_argument("--show", action="store_true", help="print what the wrong forms change, and run nothing")
+    args = parser.parse_args()
+    found = programs(args.folder.resolve())
+    cases = [(program, bug) for program in found.values() for bug in (None, *program.bugs.values())
+             if not args.names or program.name in args.names or bug and bug.name in args.names]
+    if args.show:
+        for program, bug in cases:
+            text = program.path.read_text()
+            print(*difflib.unified_diff(text.splitlines(), wrong_form(text, bug).splitlines(), program.name,
+                                        bug.name, lineterm="", n=1) if bug else (), sep="\n")
+        return 0
+    lacking = {package for program, _ in cases for package in program.needs if not importlib.util.find_spec(package)}
+    if lacking:
+        parser.error(f"not installed: {', '.join(sorted(lacking))}; see requirements-bench.txt")
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+                   "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    before = {(row["program"], row["bug"]): row["cause"] for row in json.loads(RESULT.read_text())["rows"]} \
+        if RESULT.exists() else {}
+    rows = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(lambda case: judge(*case, environment), cases):
+            rows.append(row)
+            seen, cause = right(row, found[row["program"]])
+            moved = before.get((row["program"], row["bug"]), row["cause"])
+            print(f"{'right' if cause else 'seen' if seen and row['bug'] else 'WRONG':5} {row['seconds']:4.0f} s  "
+                  f"{row['program']} {row['bug'] or ''}: {row['verdict']} {row['cause'] or ''}"
+                  + f", was {moved}" * (moved != row["cause"]), flush=True)
+            if not (seen and cause):
+                print(f"      {row['message']}", flush=True)
+    print(table(rows, found) if not args.names and args.folder == FOLDER else "")
+    if not args.names and args.folder == FOLDER:
+        tables.save(RESULT, {"machine": measure.machine(torch.device("cpu"), "verify", "tests/bugs"), "rows": rows})
+        tables.fill(PAGE, ["\n" + table(rows, found) + "\n\n"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

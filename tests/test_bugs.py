@@ -1,0 +1,42 @@
+"""verify on programs in the styles of others: it finds each bug, names its cause, and raises no false alarm."""
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import bugs
+
+PAGE = " ".join((ROOT / "docs/your-own-loop.md").read_text().split())
+FOUND = bugs.programs()
+DAILY = {"regression", "Megatron-LM-5956", "schedule-wrong"}  # the others run at night
+CASES = [pytest.param(program, bug, id=name, marks=[pytest.mark.nightly] * (name not in DAILY))
+         for program in FOUND.values()
+         for name, bug in [(program.name, None), *program.bugs.items()]]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+               "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+@pytest.mark.parametrize(("program", "bug"), CASES)
+def test_verify_gives_the_expected_answer(program, bug):
+    for package in program.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"no {package}: pip install -r requirements-bench.txt")
+    row = bugs.judge(program, bug, ENVIRONMENT)
+    assert all(bugs.right(row, program)), row
+
+
+@pytest.mark.parametrize("name", bugs.EXAMPLES)
+def test_the_page_names_the_wrong_line_that_an_example_avoids(name):
+    cause, _, wrong = bugs.EXAMPLES[name]
+    said = PAGE.split(f"on [`{name}.py`]")[1].split("## ")[0]
+    assert f"`{wrong}`" in said and f"`{cause}`" in said
+
+
+def test_each_bug_changes_its_program():
+    for program in FOUND.values():
+        text = program.path.read_text()
+        for bug in program.bugs.values():
+            assert bug.options or bugs.wrong_form(text, bug) != text, bug.name
