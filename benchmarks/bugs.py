@@ -117,8 +117,12 @@ def commands(program, bug, folder):
     return [command.format(file) + options for command, file in zip(program.commands, (program.path, path))]
 
 
-def judge(program, bug, environment):
+def judge(program, bug):
     """Ask verify about a program or one of its bugs; return the row of the result."""
+    path = [os.environ.get("PYTHONPATH"), str(ROOT)], [str(Path(sys.executable).parent), os.environ["PATH"]]
+    python_path, path = (os.pathsep.join(filter(None, folders)) for folders in path)
+    environment = {**os.environ, "PYTHONPATH": python_path, "PATH": path, "OMP_NUM_THREADS": "1",
+                   "PET_STANDALONE": "1"}  # torchrun then takes a free port
     with tempfile.TemporaryDirectory() as folder:
         pair, report = commands(program, bug, folder), Path(folder, "report.json")
         start = time.monotonic()
@@ -184,14 +188,11 @@ def main():
     lacking = {package for program, _ in cases for package in program.needs if not importlib.util.find_spec(package)}
     if lacking:
         parser.error(f"not installed: {', '.join(sorted(lacking))}; see requirements-bench.txt")
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-                   "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     before = {(row["program"], row["bug"]): row["cause"] for row in json.loads(RESULT.read_text())["rows"]} \
         if RESULT.exists() else {}
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda case: judge(*case, environment), cases):
+        for row in pool.map(lambda case: judge(*case), cases):
             rows.append(row)
             seen, cause = right(row, found[row["program"]])
             moved = before.get((row["program"], row["bug"]), row["cause"])
