@@ -136,7 +136,9 @@ def judge(program, bug):
         if not bug:
             start = time.monotonic()
             for command in pair:
-                subprocess.run(command.split(), cwd=folder, env=environment, capture_output=True, check=True)
+                plain = subprocess.run(command.split(), cwd=folder, env=environment, capture_output=True, text=True)
+                if plain.returncode:
+                    raise RuntimeError(f"{command} ended with exit code {plain.returncode}: {plain.stderr}")
             row["plain_seconds"] = time.monotonic() - start
         return row | {"verdict": said["verdict"], "cause": cause, "message": said["message"]}
 
