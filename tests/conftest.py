@@ -40,8 +40,9 @@ def float64(folder):
 SCRATCH = tempfile.TemporaryDirectory(prefix="recorded-")
 FLOAT64 = float64(SCRATCH.name)  # for a run whose steps no test compares
 
-# The scripts that train train.py's model; the detectors: test_yolov3.py
-SCRIPTS = [path.name for path in markers.scripts() if path.parent == ROOT and re.match("train(?!_yolov3)", path.name)]
+# The scripts that train train.py's model; the detectors: test_yolov3.py; language: test_lm.py
+SCRIPTS = [path.name for path in markers.scripts()
+           if path.parent == ROOT and re.match("train(?!_yolov3|_lm)", path.name)]
 # What a script needs to show its idea in a short run; a script that is not listed needs nothing
 OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_elastic.py": ["--snapshot-every", "5"],
            "train_DCP.py": ["--snapshot-every", "5"], "train_grad_accum.py": ["--accum-steps", "5"],

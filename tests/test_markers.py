@@ -17,7 +17,8 @@ def name_of(path):
 def test_every_difference_from_the_parents_is_marked(path):
     """test_readme.py compares the number of changed lines with README's table."""
     changed = sum(block.changed for block in markers.compare(path))
-    assert bool(changed) == bool(markers.parents_of(path))
+    parents = markers.parents_of(path)
+    assert bool(changed) == bool(parents) or len(parents) > 1  # two parents may have every line
 
 
 @pytest.mark.parametrize("path", CHILDREN, ids=name_of)
@@ -43,8 +44,9 @@ def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
 # the most changed lines that an idea may need
 BUDGETS = {"train_DP.py": 5, "train_DDP.py": 44, "train_mp.py": 18, "train_amp.py": 16, "train_grad_accum.py": 16,
            "train_elastic.py": 46, "train_FSDP.py": 28, "train_TP.py": 16, "train_PP.py": 44, "train_DCP.py": 26,
-           "train_yolov3.py": 43, "minimal/train_DDP.py": 22, "minimal/train_amp.py": 8, "minimal/train_resume.py": 14,
-           "minimal/train_grad_accum.py": 10, "minimal/train_FSDP.py": 16}
+           "train_yolov3.py": 43, "train_lm.py": 40, "train_lm_DDP.py": 0, "minimal/train_DDP.py": 22,
+           "minimal/train_amp.py": 8, "minimal/train_resume.py": 14, "minimal/train_grad_accum.py": 10,
+           "minimal/train_FSDP.py": 16}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)

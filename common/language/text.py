@@ -1,0 +1,122 @@
+"""Text as windows of tokens: the datasets of the language scripts.
+
+A token is a byte, or one of the `uint16` numbers that nanoGPT's and build-nanogpt's scripts write.
+"""
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..datasets import mix
+from ..errors import ProcessError, UsageError, reason
+
+DATASETS = ["stdlib", "text", "tokens"]
+BYTES, GPT2 = 256, 50257  # the sizes of the vocabularies
+ENDS = {BYTES: 0, GPT2: 50256}  # the token that ends a document, by vocabulary
+
+
+class Windows:
+    """Windows of `length` tokens: inputs `int64` (N, length) and labels, which are the next tokens (N, length).
+
+    With a `seed`, each epoch draws `count` windows at random positions, which depend on (seed, epoch) alone. Without
+    one, the windows are the same in each epoch, do not overlap, and lie at equal distances. Raises ProcessError, naming
+    the file, if a token is not in the vocabulary.
+    """
+
+    most_workers = 0  # a window is a slice of an array
+
+    def __init__(self, name: str, tokens: np.ndarray, vocabulary: int, length: int, count: int,
+                 seed: int | None = None) -> None:
+        if len(tokens) <= length:
+            raise UsageError(f"--length {length}: {name} has only {len(tokens):,} tokens")
+        self.name, self.tokens, self.vocabulary, self.length, self.seed = name, tokens, vocabulary, length, seed
+        self.count = count if seed is not None else min(count, (len(tokens) - 1) // length)
+        self.set_epoch(0)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the windows of this epoch; call it before the loader workers start the epoch."""
+        last = len(self.tokens) - 1 - self.length
+        if self.seed is None:
+            self.starts = torch.arange(self.count) * (last // max(1, self.count - 1))
+        else:
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            self.starts = torch.randint(last + 1, (self.count,), generator=generator)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = self.__getitems__([index])
+        return inputs[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        starts = self.starts[torch.as_tensor(indices)].tolist()
+        rows = np.stack([self.tokens[start:start + self.length + 1] for start in starts]).astype(np.int64)
+        if rows.max() >= self.vocabulary:
+            raise ProcessError(f"{self.name} has token {rows.max()}, and the vocabulary ends at {self.vocabulary - 1}")
+        tokens = torch.from_numpy(rows)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def create_datasets(name: str, path: str, length: int, count: int, seed: int) -> tuple[Windows, Windows]:
+    """Return the training and validation windows of `name`, one of DATASETS.
+
+    - "stdlib": the sources of Python's standard library on this machine, without tests. The last 5 % of the files are
+      for validation.
+    - "text": the UTF-8 file `path`, or all `.txt` files in this folder, as bytes. The last 5 % are for validation.
+    - "tokens": `path`/train.bin and `path`/val.bin, `uint16`, which stay on disk.
+
+    An epoch has `count` windows, and validation at most an eighth of that number. Raises UsageError if data is missing.
+    """
+    if name == "tokens":
+        parts, size = [_memory_map(Path(path, f"{part}.bin")) for part in ("train", "val")], GPT2
+    else:
+        documents = _standard_library() if name == "stdlib" else _documents(Path(path))
+        parts, size = [np.frombuffer(text, np.uint8) for text in _split(documents)], BYTES
+    train, val = parts
+    return (Windows(f"{name}'s training text", train, size, length, count, seed),
+            Windows(f"{name}'s validation text", val, size, length, max(1, count // 8)))
+
+
+def digest(dataset: Windows) -> str:
+    """Return the number of tokens and the start of a SHA-256 of the first 64 MiB, as text."""
+    start = hashlib.sha256(dataset.tokens[:2**26].tobytes()).hexdigest()[:8]
+    return f"{len(dataset.tokens):,} tokens (sha256 {start})"
+
+
+def _standard_library() -> list[bytes]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = [file for file in root.rglob("*.py") if not left_out & {*file.relative_to(root).parts}]
+    return [file.read_bytes() for file in sorted(files)]
+
+
+def _memory_map(file: Path) -> np.ndarray:
+    try:
+        return np.memmap(file, np.uint16, "r")
+    except (OSError, ValueError) as error:  # ValueError: the file is empty, or has an odd number of bytes
+        raise UsageError(f"--data-path: {file}: {reason(error)}") from None
+
+
+def _documents(path: Path) -> list[bytes]:
+    try:
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        return [file.read_text(encoding="utf-8").encode() for file in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--data-path {path}: {reason(error)}") from None
+
+
+def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
+    """Join documents, each with a byte 0 at its end; return the texts for training and validation, 95 % and 5 %."""
+    if not documents:
+        raise UsageError("the folder has no files that end in .txt or .py")
+    if len(documents) == 1:
+        cut = len(documents[0]) * 95 // 100
+        documents = [documents[0][:cut], documents[0][cut:]]
+    cut = len(documents) - max(1, len(documents) // 20)
+    train, val = (b"".join(text + b"\0" for text in part) for part in (documents[:cut], documents[cut:]))
+    return train, val

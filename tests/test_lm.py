@@ -1,0 +1,98 @@
+"""The language scripts, as launched: the same model on any number of processes, and a text at the end."""
+import re
+
+import pytest
+import torch
+from conftest import FLOAT64, STRICT, command, distance, good, load, run, same
+
+from common.errors import ProcessError, UsageError
+from common.language import gpt, text
+
+OPTIONS = ["--epochs", "2", "--batch-size", "48", "--windows", "192", "--length", "32", "--seed", "3", "--save-every",
+           "1", "--warmup-steps", "3", "--document-mask"]
+STARTS = {"train_lm.py": ("train_lm.py", 1), "train_lm_DDP.py": ("train_lm_DDP.py", 2), "on 3": ("train_lm_DDP.py", 3)}
+
+
+@pytest.fixture(scope="module")
+def trained(once):
+    """Return a function that runs a script once, in float64: name to (folder, result)."""
+    return lambda name: once(f"language {name}", lambda folder: run(
+        *command(*STARTS[name]), *OPTIONS, "--output-dir", folder, env=STRICT | FLOAT64))
+
+
+@pytest.mark.parametrize("name", ["train_lm_DDP.py", pytest.param("on 3", marks=pytest.mark.nightly)])
+def test_trains_the_model_of_one_process(trained, name):
+    (one, said), (several, said_too) = trained("train_lm.py"), trained(name)
+    assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
+    assert distance(one / "last.pt", several / "last.pt") < 1e-11
+    left, right = (load(folder / "last.pt") for folder in (one, several))
+    assert left["warmup"] == right["warmup"] == {"done": 8} and left["score"] == pytest.approx(right["score"], rel=1e-9)
+    for number, values in left["optimizer"]["state"].items():
+        for key, value in values.items():
+            assert torch.allclose(value, right["optimizer"]["state"][number][key], rtol=1e-8, atol=1e-14)
+    without_speed = [re.sub(r"[\d.]+ s .*", "", line) for line in said.out.splitlines()[1:]]
+    assert without_speed == [re.sub(r"[\d.]+ s .*", "", line) for line in said_too.out.splitlines()[1:]]
+
+
+def test_the_model_learns_and_writes(trained):
+    out = trained("train_lm.py")[1].out
+    bits = [float(number) for number in re.findall(r"bits ([\d.]+)", out)]
+    assert 8.5 > bits[0] > bits[1] > 0 and re.search(r"stdlib: [\d,]+ tokens \(sha256 [\da-f]{8}\)", out)
+    assert out.partition("tokens/s\n")[2].partition("tokens/s\n")[2].startswith("def ")
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, tmp_path):
+    folder, _ = trained("train_lm_DDP.py")
+    good(run(*command("train_lm_DDP.py"), *OPTIONS, "--output-dir", tmp_path, "--workers", "1", "--resume",
+             folder / "epoch-001.pt", env=FLOAT64))
+    assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
+
+
+def test_windows_depend_on_seed_and_epoch_and_labels_are_the_next_tokens(tmp_path):
+    (tmp_path / "one.txt").write_text("".join(map(chr, range(1, 120))) * 40)
+    train, val = text.create_datasets("text", tmp_path / "one.txt", 16, 64, seed=1)
+    again, _ = text.create_datasets("text", tmp_path / "one.txt", 16, 64, seed=1)
+    train.set_epoch(2), again.set_epoch(2)
+    inputs, labels = train.__getitems__(range(64))
+    assert inputs.shape == labels.shape == (64, 16) and torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert torch.equal(inputs, again.__getitems__(range(64))[0])
+    again.set_epoch(3)
+    assert not torch.equal(inputs, again.__getitems__(range(64))[0])
+    starts = val.starts.clone()
+    val.set_epoch(5)
+    assert torch.equal(starts, val.starts) and len(val) == 8 and starts.diff().min() >= 16
+    assert starts[-1] + 16 < len(val.tokens)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("text", {"a.txt": b"short"}, "training text has only 5 tokens"),
+    ("text", {"a.txt": b"\xff" * 900}, "a.txt: .*decode"), ("text", {}, "No such file"), ("tokens", {"train.bin": b"12" * 999}, "val.bin"),
+    ("tokens", {"train.bin": b"123", "val.bin": b"12"}, "train.bin")])
+def test_wrong_data_is_explained(tmp_path, name, content, message):
+    for file, data in content.items():
+        (tmp_path / file).write_bytes(data)
+    with pytest.raises(UsageError, match=message):
+        text.create_datasets(name, tmp_path if name == "tokens" else tmp_path / "a.txt", 16, 64, seed=1)
+
+
+def test_a_token_beyond_the_vocabulary_is_explained(tmp_path):
+    for part in ("train", "val"):
+        torch.full((99,), 51000, dtype=torch.uint16).numpy().tofile(tmp_path / f"{part}.bin")
+    train, _ = text.create_datasets("tokens", tmp_path, 16, 4, seed=1)
+    with pytest.raises(ProcessError, match="has token 51000, and the vocabulary ends at 50256"):
+        train[0]
+
+
+def test_a_masked_document_does_not_see_the_one_before_it():
+    torch.manual_seed(0)
+    size = gpt.Size(16, 2, 4, 2, 24)
+    model = gpt.GPT(size, 9, end=0).double()
+    one, two = torch.tensor([[3, 4, 5, 0]]), torch.tensor([[6, 7, 8, 2, 1]])
+    both = torch.cat([one, two], 1)
+    torch.testing.assert_close(model(both)[:, 4:], model(two))  # rotary positions are relative
+    model.end = None
+    assert (model(both)[:, 4:] - model(two)).abs().max() > 1e-4
+    changed = both.clone()
+    changed[0, 6] = 1
+    torch.testing.assert_close(model(changed)[:, :6], model(both)[:, :6])  # no token sees a later one

@@ -1,0 +1,217 @@
+"""Train a language model on one device: the loop of train.py on windows of text.
+
+    python train_lm.py
+    python train_lm.py --sample "class Stack:" --resume auto --evaluate
+    python train_lm.py --dataset text --data-path FILE.txt --length 256
+    python train_lm.py --dataset tokens --data-path FOLDER --model gpt_124m --length 1024 --lr 6e-4
+
+Parent: train.py
+"""
+import atexit
+import time
+
+from common import checkpoint, cli, datasets, devices, endings, errors, models
+
+# new # lm
+from common import recipe
+from common.language import gpt, text
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+# new # lm: a sample is a window of text; its labels are the next tokens
+criterion = gpt.loss
+METRICS = {"accuracy": gpt.hits, "bits": gpt.bits}  # bits per token
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+
+    # new # lm
+    parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
+    parser.add_argument("--data-path", default="data", help="file or folder of text; folder of tokens")
+    parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
+    parser.add_argument("--windows", type=cli.positive_int, default=2048, help="windows in an epoch")
+    parser.add_argument("--document-mask", action="store_true", help="no attention to other documents")
+    parser.add_argument("--sample", default="def ", help="what the text that the model writes starts with")
+    parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
+
+    parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
+    parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
+    parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
+
+    # new # lm
+    parser.add_argument("--lr", type=cli.positive, default=2e-3, help="rate of AdamW, for any batch")
+    parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps with a rising rate")
+
+    parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
+
+    # new # lm
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="not for biases, norms")
+
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
+    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
+    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
+    parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
+    parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def evaluate(model, loader, normalize, device):
+    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    model.eval()
+    sums = torch.zeros(2 + len(METRICS), device=device)
+    for batch in loader:
+        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(normalize(images))
+        values = models.sum_metrics(METRICS, outputs, labels)
+        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
+        sums[-1] += len(labels)
+
+    loss, *totals, count = sums.tolist()
+    return loss / count, {name: total / count for name, total in zip(METRICS, totals)}
+
+
+def open_log(args, start_epoch, headline):
+    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    print(headline)
+    writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
+    writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
+    atexit.register(writer.close)
+    return writer
+
+
+def main(args):
+    torch.manual_seed(args.seed)
+    device = devices.prepare(args.device, args.deterministic)
+    folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
+
+    # new # lm
+    train_set, val_set = text.create_datasets(
+        args.dataset, args.data_path, args.length, args.windows, args.seed)
+
+    datasets.require_samples(train_set, val_set, args.batch_size)
+    local_batch_size = args.batch_size
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
+    val_loader = DataLoader(val_set, local_batch_size, **options[1])
+    normalize = datasets.Normalize(train_set).to(device)
+
+    # new # lm
+    end = text.ENDS[train_set.vocabulary] if args.document_mask else None
+    model = gpt.GPT(gpt.SIZES[args.model], train_set.vocabulary, end)
+
+    if args.weights:
+        models.load_weights(model, args.weights)
+    if args.freeze_layers:
+        models.freeze_layers(model)
+    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
+
+    # new # lm
+    lr = args.lr
+    groups = models.parameter_groups(model, args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr, (args.momentum, 0.95))
+    warmup = recipe.WarmUp(optimizer, args.warmup_steps)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+
+    # new # lm
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
+
+    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
+
+    if args.evaluate:
+        if not args.weights and start_epoch == 1:
+            raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
+        return
+
+    layout = f"1 process x 1 micro-batch x {local_batch_size}"
+
+    # new # lm
+    data = f"{args.dataset}: {text.digest(train_set)}"
+    headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
+
+    writer = open_log(args, start_epoch, headline)
+
+    for epoch in range(start_epoch, args.epochs + 1):
+        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
+        datasets.set_epoch(train_set, epoch)
+        sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
+        torch.manual_seed(datasets.mix(args.seed, epoch))
+
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        start = time.perf_counter()
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None)
+        for step, batch in enumerate(bar, 1):
+            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            optimizer.zero_grad()
+            loss = criterion(model(normalize(images)), labels)
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach()
+
+            # Reading the loss waits for the device: do it only every --log-every steps
+            if step % args.log_every and step < len(train_loader):
+                continue
+            train_loss = loss_sum.item() / step
+            errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
+            bar.set_postfix(loss=f"{train_loss:.4f}")
+
+        seconds = time.perf_counter() - start
+        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
+        # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+
+        # new # lm
+        score = -val_loss
+
+        is_best, best_score = score > best_score, max(best_score, score)
+        content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
+
+        # One write, several names; last.pt comes last: it marks the epoch as done
+        names = ["best.pt"] if is_best else []
+        if args.save_every and epoch % args.save_every == 0:
+            names.append(f"epoch-{epoch:03}.pt")
+        checkpoint.save_checkpoint(folder / "last.pt", content, names)
+
+
+        # new # lm
+        speed = len(train_loader) * args.batch_size * args.length / seconds
+
+        shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
+
+        # new # lm
+        scalars = shown | {"learning_rate": lr, "seconds": seconds, "tokens_per_second": speed}
+
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, epoch)
+        writer.flush()
+        print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
+
+              # new # lm
+              f"{speed:,.0f} tokens/s{devices.peak_memory(device)}")
+
+        # new # lm: at the end, the model writes; it knows no names of other tokens than bytes
+        if epoch == args.epochs and train_set.vocabulary == text.BYTES:
+            print(gpt.write(model, args.sample, 200, args.length, args.seed))
+
+
+if __name__ == "__main__":
+    with endings.report_errors():
+        args = parse_args()
+        main(args)
