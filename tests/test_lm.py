@@ -66,8 +66,8 @@ def test_windows_depend_on_seed_and_epoch_and_labels_are_the_next_tokens(tmp_pat
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("text", {"a.txt": b"short"}, "training text has only 5 tokens"),
-    ("text", {"a.txt": b"\xff" * 900}, "a.txt: .*decode"), ("text", {}, "No such file"), ("tokens", {"train.bin": b"12" * 999}, "val.bin"),
+    ("text", {"a.txt": b"short"}, "training text has only 5 tokens"), ("text", {}, "No such file"),
+    ("text", {"a.txt": b"\xff" * 900}, "a.txt: .*decode"), ("tokens", {"train.bin": b"12" * 999}, "val.bin"),
     ("tokens", {"train.bin": b"123", "val.bin": b"12"}, "train.bin")])
 def test_wrong_data_is_explained(tmp_path, name, content, message):
     for file, data in content.items():
