@@ -37,7 +37,7 @@ class Memory(nn.Module):
         self.register_buffer("place", torch.zeros((), dtype=torch.long))
 
     def forward(self, queries, keys):
-        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.keys.T], 1)
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.keys.clone().T], 1)
         loss = F.cross_entropy(logits / self.temperature, torch.zeros(len(queries), dtype=torch.long))
         new = gather(keys)  # wrong lightly-1018: new = keys
         places = (self.place + torch.arange(len(new))) % len(self.keys)
