@@ -31,7 +31,8 @@ class Stage(nn.Module):
             self.embedding = embedding
         self.layers = nn.ModuleList(layers[STAGE * 4 // STAGES:(STAGE + 1) * 4 // STAGES])
         if LAST:
-            self.unembedding = embedding  # a copy, where the first stage is another process
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+            self.head.weight = embedding  # a copy, where the first stage is another process
 
     def forward(self, x):
         for layer in self.layers:
@@ -39,7 +40,7 @@ class Stage(nn.Module):
         return x
 
     def tied(self):
-        return self.embedding if FIRST else self.unembedding
+        return self.embedding if FIRST else self.head.weight
 
 
 class Pipeline:
@@ -64,8 +65,8 @@ class Pipeline:
                 x.requires_grad_()
             y = self.stage(x)
             if LAST:
-                logits = y @ self.stage.unembedding.T
-                y = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICRO_BATCHES
+                logits = self.stage.head(y).flatten(0, 1)
+                y = nn.functional.cross_entropy(logits, targets.flatten()) / MICRO_BATCHES
             else:
                 dist.send(y.detach(), RANK + COPIES)
             kept.append((x, y))

@@ -100,4 +100,5 @@ class Trainer:
 parser = argparse.ArgumentParser()
 parser.add_argument("--accum", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=4)
-Trainer(parser.parse_args()).fit()
+trainer = Trainer(parser.parse_args())
+trainer.fit()

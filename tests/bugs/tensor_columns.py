@@ -101,7 +101,7 @@ if WORLD > 1:
 torch.manual_seed(3)
 model = Block()
 inputs, targets = torch.randn(4, 8, 6, 16), torch.randn(4, 8, 6, 16)
-optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
 for step in range(16):
     optimizer.zero_grad()
     nn.functional.mse_loss(model(inputs[step % 4]), targets[step % 4]).backward()
