@@ -5,7 +5,7 @@
     Bug: stylegan2-159: uneven-mean: https://github.com/rosinality/stylegan2-pytorch/issues/159
         The penalty compares path lengths with their mean over the batch. With several GPUs, each took the mean over
         its own share, so that the penalty was not that of one GPU.
-    Bug: tutorials-31572: not-averaged: https://github.com/pytorch/pytorch/issues/31572
+    Bug: tutorials-31572: not-averaged|partial: https://github.com/pytorch/pytorch/issues/31572
         The ring all-reduce of PyTorch's tutorial sent empty buffers, so that each rank kept its own gradients.
 """
 import os
