@@ -104,7 +104,9 @@ def evaluate(model, loader, normalize, device):
     dist.all_reduce(sums)
 
     loss, *totals, count = sums.tolist()
-    return loss / count, {name: total / count for name, total in zip(METRICS, totals)}
+    metrics = {name: total / count for name, total in zip(METRICS, totals)}
+    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
@@ -160,8 +162,7 @@ def main(args):
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=root_policy))
-    model.register_forward_pre_hook(shards.channels_last)
-    shards.fill(model, weights, device)
+    shards.fill(model, weights, device).register_forward_pre_hook(shards.channels_last)
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
@@ -193,10 +194,13 @@ def main(args):
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
+    # new # FSDP: a unit gathers all of its weights at once; a single unit would save no memory
+    headline += f" in {shards.count_units(model)} FSDP units"
+
     # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
-    for epoch in range(start_epoch, args.epochs + 1):
+    for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
@@ -224,6 +228,7 @@ def main(args):
             shards.clip_grad_norm(model.parameters(), args.clip_norm)
 
             optimizer.step()
+            # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()
             loss_sum += loss.detach()
 
             # Reading the loss waits for the device: do it only every --log-every steps
@@ -244,10 +249,9 @@ def main(args):
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-        # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
-        lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
         is_best, best_score = score > best_score, max(best_score, score)
 
         # new # FSDP: gather whole tensors in rank 0's host memory; all processes must take part

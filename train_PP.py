@@ -100,7 +100,9 @@ def evaluate(model, loader, normalize, device):
     dist.all_reduce(sums)
 
     loss, *totals, count = sums.tolist()
-    return loss / count, {name: total / count for name, total in zip(METRICS, totals)}
+    metrics = {name: total / count for name, total in zip(METRICS, totals)}
+    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
@@ -204,7 +206,7 @@ def main(args):
     # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
-    for epoch in range(start_epoch, args.epochs + 1):
+    for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
@@ -232,6 +234,7 @@ def main(args):
             shards.clip_grad_norm(model.parameters(), args.clip_norm, dist.group.WORLD)
 
             optimizer.step()
+            # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()
             loss_sum += loss.detach()
 
             # Reading the loss waits for the device: do it only every --log-every steps
@@ -250,10 +253,9 @@ def main(args):
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-        # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
-        lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()
         score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
         is_best, best_score = score > best_score, max(best_score, score)
 
         # new # PP: gather whole tensors in rank 0's host memory; all processes must take part

@@ -120,7 +120,19 @@ def evaluate(model, loader, normalize, device):
     dist.all_reduce(sums)
 
     loss, *totals, count = sums.tolist()
-    return loss / count, {name: total / count for name, total in zip(METRICS, totals)}
+    metrics = {name: total / count for name, total in zip(METRICS, totals)}
+    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    return loss / count, metrics
+
+
+# new # combined: the metrics of the averaged weights, with the BatchNorm statistics of the model
+def evaluate_average(average, model, loader, normalize, device):
+    if not (average and average.n_averaged):
+        return {}
+    for own, buffer in zip(average.module.buffers(), model.buffers()):
+        own.copy_(buffer)
+    _, metrics = evaluate(average.module, loader, normalize, device)
+    return {f"ema_{name}": value for name, value in metrics.items()}
 
 
 def open_log(args, start_epoch, headline):
@@ -228,6 +240,9 @@ def main(args):
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
 
+        # new # combined
+        metrics |= evaluate_average(average, model, val_loader, normalize, device)
+
         # new # DDP
         if not reduce.is_main_process():
             return
@@ -244,7 +259,7 @@ def main(args):
     # new # DDP: only one process writes
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
-    for epoch in range(start_epoch, args.epochs + 1):
+    for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
@@ -312,6 +327,7 @@ def main(args):
             scaler.step(optimizer)
             scaler.update()
 
+            # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()
             loss_sum += loss.detach()
 
             # Reading the loss waits for the device: do it only every --log-every steps
@@ -355,21 +371,16 @@ def main(args):
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
 
-        # new # combined: DDP: the averaged model also takes rank 0's statistics
-        if average:
-            for own, buffer in zip(average.module.buffers(), model.buffers()):
-                own.copy_(buffer)
-            _, averaged = evaluate(average.module, val_loader, normalize, device)
-            metrics |= {f"ema_{name}": value for name, value in averaged.items()}
+        # new # combined: DDP: with rank 0's statistics
+        metrics |= evaluate_average(average, model, val_loader, normalize, device)
 
-        # yours: the scheduler's step and early stopping; both can read val_loss and must run on all ranks
+        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
         lr = optimizer.param_groups[0]["lr"]
 
         # new # combined: show the rate that the last update used
         lr *= state["warm_up"].factor
 
-        scheduler.step()
-        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 

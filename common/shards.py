@@ -4,6 +4,7 @@ Some are DTensors: each process has a shard (FSDP2 and tensor parallelism: `trai
 are on the meta device, without data, because another process has them (pipelines: `train_PP.py`).
 """
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -60,12 +61,22 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
     """Yield each block that FSDP2 shards, and whether to free its weights after the forward pass: only if `reshard`.
 
     A block with less than a tenth of the largest block's parameters, such as a stem or a classifier, stays in the
-    root's unit: small messages cost mostly latency. The last block keeps its weights, because backward starts with it.
+    root's unit: small messages cost mostly latency. So do blocks that share a weight: two units would each train their
+    own copy. The last block keeps its weights, because backward starts with it.
     """
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    large = [block for block, size in zip(blocks, sizes) if size * 10 >= max(sizes)]
+    owners = Counter(parameter for block in blocks for parameter in block.parameters())
+    large = [block for block, size in zip(blocks, sizes)
+             if size * 10 >= max(sizes) and all(owners[parameter] == 1 for parameter in block.parameters())]
     for block in large:
         yield block, reshard and block is not large[-1]
+
+
+def count_units(model: nn.Module) -> int:
+    """Return the number of FSDP2's units in `model`, the root's included."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def channels_last(model: nn.Module, inputs: tuple) -> tuple:
@@ -218,8 +229,9 @@ def _cut(whole: Tensor, like: "DTensor") -> Tensor:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, weights: Weights, device: torch.device, held: Sequence[nn.Module] | None = None) -> None:
-    """Move a model from the meta device to `device` and fill it with its initial weights, or with shards of them.
+def fill(model: nn.Module, weights: Weights, device: torch.device,
+         held: Sequence[nn.Module] | None = None) -> nn.Module:
+    """Move a model from the meta device to `device`, fill it with (shards of) its initial weights, and return it.
 
     Tensors that have data keep it: load_weights() has read them. With `held`, only these parts of the model move. All
     processes must call this. It fills one tensor at a time, including buffers that a `state_dict` omits.
@@ -234,6 +246,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device, held: Sequenc
         place = places[name]
         if not place.is_meta:
             place.copy_(_cut(whole, place) if is_sharded(place) and not is_sharded(whole) else whole)
+    return model
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+SPLIT = "only linear layers and embeddings can be split, not convolutions: train_FSDP.py shards all layers"
+
 # Several column-split layers inside a module share its input: backward sums their gradients, then reduces the sum once
 ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
@@ -41,17 +43,20 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
         raise UsageError(f"--tensor-parallel {size}: several groups need torch 2.14 or newer; this is "
                          f"{torch.__version__}, which could save the momentum in the wrong order")
     for name, module in model.named_modules():
-        if getattr(module, "heads", 0) % size:
-            raise UsageError(f"--tensor-parallel {size}: does not divide the {module.heads} heads of {name}")
+        heads = getattr(module, "heads", 0)
+        if isinstance(heads, int) and heads % size:
+            raise UsageError(f"--tensor-parallel {size}: does not divide the {heads} heads of {name}")
         for pattern in (pattern for pattern in plan if fnmatch(name, pattern)):
             found[pattern] = plan[pattern]
             if plan[pattern] is ONE_INPUT:
                 continue
+            if not isinstance(module, (nn.Linear, nn.Embedding)):
+                raise UsageError(f"--model: {name} is a {type(module).__name__}, which cannot be split; {SPLIT}")
             split = module.weight.shape[0 if isinstance(plan[pattern], ColwiseParallel) else 1]
             if split % size:
                 raise UsageError(f"--tensor-parallel {size}: does not divide the width of {name}, {split}")
     if not found:
-        raise UsageError("--model: its layers are in no tensor plan; add them at '# new # TP: yours'")
+        raise UsageError(f"--model: its layers are in no tensor plan; add them at '# new # TP: yours'; {SPLIT}")
     return found
 
 

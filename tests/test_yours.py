@@ -5,7 +5,8 @@ import re
 import pytest
 from conftest import FLOAT64, LAUNCH, PROGRAMS, PYTHON, ROOT, copy_out, distance, epochs, good, load, run
 
-# A regression on tables. mean and std are those of the targets: nobody may scale the inputs by them.
+# A regression on tables. mean and std are those of the targets: nobody may scale the inputs by them. The network is in
+# a wrapper, and its layers are in containers without forward().
 MINE = '''
 import torch
 
@@ -24,64 +25,99 @@ class Table(torch.utils.data.Dataset):
         return self.inputs[index], self.targets[index]
 
 
-class MLP(torch.nn.Sequential):
+class Network(torch.nn.Module):
     def __init__(self):
-        super().__init__(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        super().__init__()
+        self.hidden = torch.nn.ModuleList([torch.nn.Linear(6, 32), torch.nn.Tanh()])
+        self.heads = torch.nn.ModuleDict({"value": torch.nn.Linear(32, 1)})
+
+    def forward(self, inputs):
+        for layer in self.hidden:
+            inputs = layer(inputs)
+        return self.heads["value"](inputs)
+
+
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = Network()
 
     def forward(self, inputs):
         if inputs.ndim != 2 or not 0.5 < inputs.std() < 2:
             raise ValueError("these are not the inputs of the dataset")
-        return super().forward(inputs)
+        return self.network(inputs)
 '''
-# (mark, start of the line): the line that replaces it, from each table in docs/scripts.md
-EDITS = [{(mark, re.match(r".*?(?: = |\()", line)[0]): line for mark, line in
-          re.findall(r"^\| (the [^|]+) \| `(.+)` \|$", table.split("\n\n")[0], re.M)}
+# (mark, line) of each table in docs/scripts.md; + adds the line below its mark, and - deletes it
+EDITS = [re.findall(r"^\| ([^|]+) \| `(.+)` \|$", table.split("\n\n")[0], re.M)
          for table in (ROOT / "docs/scripts.md").read_text().split("| mark | line |\n")[1:]]
-TASKS = {"regression": (MINE, EDITS[0], ["--epochs", "6", "--batch-size", "40"]),
-         "segmentation": ((PROGRAMS / "masks.py").read_text(), EDITS[1],
-                          ["--epochs", "4", "--batch-size", "10", "--lr", "1"])}
+TASKS = {"regression": (MINE, EDITS[0], ["--epochs", "6", "--batch-size", "40"], "train_TP.py"),
+         "segmentation": ((PROGRAMS / "masks.py").read_text(), EDITS[1] + EDITS[2],
+                          ["--epochs", "4", "--batch-size", "10", "--lr", "1"], "train_FSDP.py")}
 
 
 def put_in(text, edits):
     """Return a script's text with the edits: on a line with their mark, or in the paragraph below a mark."""
-    lines, left, mark = text.splitlines(), dict(edits), ""
-    for number, line in enumerate(lines):
-        code, _, name = line.partition("# yours: ")
+    lines, left, above = [], [*edits], ""
+    for line in text.splitlines():
+        code, marked, name = line.partition("# yours: ")
         if not code.strip():  # a mark alone on its line, or a blank line, which ends its paragraph
-            mark = name
-        for here, start in [*left]:
-            if (name or mark).startswith(here) and code.strip().startswith(start):
-                lines[number] = code[:len(code) - len(code.lstrip())] + left.pop((here, start))
+            above = name
+        indent, added = re.match(" *", line)[0], []
+        for edit in [edit for edit in left if (name or above).startswith(edit[0])]:
+            kind, _, rest = edit[1].partition(" ")
+            if kind == "+" and marked:
+                added.append(indent + "    " * code.startswith("    for ") + rest)
+            elif kind == "-" and code.strip() == rest:
+                line = None
+            elif kind not in "+-" and code.strip().startswith(re.match(r".*?(?: = |\()", edit[1])[0]):
+                line = indent + edit[1]
+            else:
+                continue
+            left.remove(edit)
+        lines += [line, *added] if line is not None else added
     assert not left, f"not at a mark: {left}"
-    return "\n".join(lines).replace("criterion = ", "import mine\n\ncriterion = ", 1) + "\n"
+    found = "\n".join(lines) + "\n"
+    return found.replace("criterion = ", "import mine\n\ncriterion = ", 1) if "mine." in found else found
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a function that trains a task once, with its edits: [(folder, result)] of train.py and of train_DDP.py."""
+    """Return a function from a task and a script to (folder, result), once each, with the edits of the task."""
     @functools.cache
-    def get(task):
-        mine, edits, options = TASKS[task]
-        found = []
-        for name, start in [("train.py", [PYTHON]), ("train_DDP.py", [*LAUNCH, "--nproc_per_node=2"])]:
-            copy = copy_out(name, tmp_path_factory.mktemp("mine") / "project")
-            copy.write_text(put_in(copy.read_text(), edits))
-            (copy.parent / "mine.py").write_text(mine)
-            command = [*start, name, "--workers", "1", "--output-dir", "out", *options]
-            found.append((copy.parent / "out", good(run(*command, cwd=copy.parent, env=FLOAT64))))
-        return found
+    def get(task, name):
+        mine, edits, options, sharded = TASKS[task]
+        copy = copy_out(name, tmp_path_factory.mktemp("mine") / "project")
+        text = copy.read_text()
+        if name == sharded:  # created without data; its layers are in a plan
+            edits = [(mark, re.sub(r"^model = (.*)\(\)$", r"model, weights = initial.outline(\1)", line))
+                     for mark, line in edits]
+            text = text.replace('"hidden.0"', '"network.hidden.0"').replace('"hidden.2"', '"network.heads.value"')
+        copy.write_text(put_in(text, edits))
+        (copy.parent / "mine.py").write_text(mine)
+        start = [PYTHON] if name == "train.py" else [*LAUNCH, "--nproc_per_node=2"]
+        command = [*start, name, "--workers", "1", "--output-dir", "out", *options]
+        return copy.parent / "out", good(run(*command, cwd=copy.parent, env=FLOAT64))
     return get
 
 
-@pytest.mark.parametrize("task", ["regression", pytest.param("segmentation", marks=pytest.mark.drill)])
-def test_one_and_two_processes_train_the_same_model(trained, task):
-    (one, _), (two, _) = trained(task)
+@pytest.mark.parametrize(("task", "script"), [
+    ("regression", "train_DDP.py"), ("regression", "train_TP.py"),
+    pytest.param("segmentation", "train_DDP.py", marks=pytest.mark.drill),
+    pytest.param("segmentation", "train_FSDP.py", marks=pytest.mark.drill)])
+def test_two_processes_train_the_same_model(trained, task, script):
+    one, two = trained(task, "train.py")[0], trained(task, script)[0]
     for file in ("best.pt", "last.pt"):
         assert distance(one / file, two / file) < 1e-11
 
 
+@pytest.mark.parametrize(("task", "units"), [
+    ("regression", 3), pytest.param("segmentation", 4, marks=pytest.mark.drill)])
+def test_the_headline_says_into_how_many_units_a_model_in_containers_is_split(trained, task, units):
+    assert f" parameters in {units} FSDP units\n" in trained(task, TASKS[task][-1])[1].out
+
+
 def test_the_model_learns_and_the_best_is_the_highest_of_negative_scores(trained):
-    for folder, result in trained("regression"):
+    for folder, result in [trained("regression", script) for script in ("train.py", "train_DDP.py")]:
         lines = epochs(result.out)
         losses, errors = [line["val_loss"] for line in lines], re.findall(r"  mae ([\d.]+)  lr ", result.out)
         assert len(lines) == len(errors) == 6 and "accuracy" not in result.out
@@ -92,18 +128,30 @@ def test_the_model_learns_and_the_best_is_the_highest_of_negative_scores(trained
 
 
 @pytest.mark.drill
-def test_the_score_is_the_ratio_of_two_metrics(trained):
-    one, two = [re.findall(r"  pixels (\S+)  intersection (\S+)  union (\S+)  iou (\S+)  lr ", result.out)
-                for _, result in trained("segmentation")]
-    assert one == two and len(one) == 4
-    pixels, intersection, union, iou = map(float, one[-1])
-    assert pixels > 0.9 and iou > 0.8 and iou == pytest.approx(intersection / union, abs=1e-3)
-    last = load(trained("segmentation")[0][0] / "last.pt")
-    assert last["score"] == pytest.approx(iou, abs=1e-4) and last["best_score"] >= last["score"]
+def test_the_score_is_a_ratio_that_evaluate_shows_without_its_parts(trained):
+    folder, result = trained("segmentation", "train.py")
+    one, two = [re.findall(r"  val_loss (\S+)  pixels (\S+)  iou (\S+)  lr ", said) for said in (
+        result.out, trained("segmentation", "train_DDP.py")[1].out)]
+    assert one == two and len(one) == 4 and float(one[-1][1]) > 0.9 and float(one[-1][2]) > 0.8
+    last = load(folder / "last.pt")
+    assert last["score"] == pytest.approx(float(one[-1][2]), abs=1e-4) and last["best_score"] >= last["score"]
+    said = good(run(PYTHON, "train.py", "--evaluate", "--resume", "auto", "--output-dir", "out", "--workers", "0",
+                    "--batch-size", "10", cwd=folder.parent, env=FLOAT64)).out
+    assert "val_loss {}  pixels {}  iou {}\n".format(*one[-1]) in said and "union" not in said + result.out
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("script", ["train_DDP.py", "train_combined.py", "train_DCP.py"])
+def test_all_processes_stop_early_after_the_same_epoch(tmp_path, script):
+    """The first epoch has the best score. tests/unit/test_scripts.py stops each script on one process."""
+    copy = copy_out(script, tmp_path / "project")
+    copy.write_text(put_in(copy.read_text(), [*EDITS[2], ("the score", "score = -epoch")]))
+    result = good(run(*LAUNCH, "--nproc_per_node=2", script, "--epochs", "9", "--output-dir", "out", cwd=copy.parent))
+    assert len(epochs(result.out)) == 4
 
 
 def test_an_edit_that_is_not_at_a_mark_is_noticed():
-    assert [len(edits) for edits in EDITS] == [9, 4]
+    assert [len(edits) for edits in EDITS] == [9, 5, 5]
     text = (ROOT / "train.py").read_text()
     for mark in ("  # yours: the loss", "    # yours: the data"):
         with pytest.raises(AssertionError, match="not at a mark"):

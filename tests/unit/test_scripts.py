@@ -3,6 +3,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 import threading
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import hold
+from test_yours import EDITS, put_in
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import profile
 
@@ -247,6 +249,25 @@ def test_the_average_has_the_statistics_that_rank_0_sent(script, tmp_path, monke
     assert all((average[f"module.1.{name}"] == 7).all() for name in ("running_mean", "running_var"))
 
 
+def test_evaluate_measures_the_average_of_a_checkpoint_too(script, capsys):
+    module, args = script("train_combined", "--precision", "fp32", "--accum-steps", "1", "--ema", "0.5")
+    module.main(args)
+    args.evaluate, args.resume = True, "auto"
+    module.main(args)
+    trained, evaluated = [re.findall(r"(\S*accuracy|\S*top5|val_loss) (\S+)", line) for line in
+                          capsys.readouterr().out.splitlines() if "ema_accuracy" in line]
+    assert trained == evaluated and len(trained) == 5
+
+
+def test_no_average_is_measured_of_a_checkpoint_that_has_none(script, capsys):
+    """The average would be that of the initial weights."""
+    module, args = script("train_combined", "--precision", "fp32", "--accum-steps", "1")
+    module.main(args)
+    args.evaluate, args.resume, args.ema = True, "auto", 0.5
+    module.main(args)
+    assert "ema_" not in (said := capsys.readouterr().out) and said.count("top5") == 2
+
+
 def test_the_rate_that_is_shown_is_that_of_the_last_update(script, tmp_path):
     """Two of the 100 warm-up steps are done."""
     module, args = script("train_combined", "--precision", "fp32", "--warm-up", "100")
@@ -388,6 +409,27 @@ def test_all_scripts_mark_what_readers_replace_alike():
               for name in SCRIPTS}
     assert all(lines == marked["train.py"] for lines in marked.values())
     assert len(marked["train.py"]) >= 7
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_early_stopping_saves_and_prints_the_last_epoch_and_lasts(script, tmp_path, monkeypatch, capsys, name):
+    """With a scheduler that steps after every batch. The first epoch is the best, and three more are too many."""
+    (tmp_path / f"mine_{name}").write_text(put_in((ROOT / name).read_text(), EDITS[2]))
+    monkeypatch.syspath_prepend(tmp_path)
+    module, args = script(f"mine_{name}".removesuffix(".py"), "--epochs", "9")
+    scores = iter([0.5, 0.1, 0.2, 0.3])
+    monkeypatch.setattr(module, "evaluate", lambda *_: (1.0, {"accuracy": next(scores)}))
+    module.main(args)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in said if line.startswith("epoch")] == ["1/9", "2/9", "3/9", "4/9"]
+    if name == "train_DCP.py":
+        assert [*tmp_path.glob("step-0000008/.metadata")]
+    else:
+        last = load(tmp_path / "last.pt")
+        assert (last["epoch"], last["scheduler"]["best_epoch"], last["scheduler"]["last_epoch"]) == (4, 1, 8)
+    args.resume = "auto"
+    module.main(args)
+    assert "\nepoch" not in capsys.readouterr().out
 
 
 def test_all_scripts_have_the_defaults_of_the_baseline(monkeypatch):

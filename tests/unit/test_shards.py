@@ -221,6 +221,61 @@ def test_small_blocks_join_the_roots_unit_and_the_last_block_keeps_its_weights(n
     assert not any(reshard for _, reshard in shards.units(found, False))
 
 
+def encoder_layer():
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+class Text(nn.Module):
+    """Layers in containers without forward(), of which two share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({
+            "words": nn.Embedding(50, 8), "lower": nn.ModuleList([encoder_layer()]),
+            "upper": nn.ModuleList([encoder_layer()]), "head": nn.Linear(8, 50, bias=False)})
+        self.parts["head"].weight = self.parts["words"].weight
+
+    def forward(self, tokens):
+        states = self.parts["words"](tokens)
+        for layer in (*self.parts["lower"], *self.parts["upper"]):
+            states = layer(states)
+        return self.parts["head"](states)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs):
+        return self.network(inputs)
+
+
+def test_the_parts_of_a_network_in_a_wrapper_become_units(alone, tmp_path):
+    """The layers that share a weight stay in the root's unit: as units, each would train a weight of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model, tokens = Wrapper(Text()), torch.arange(12).reshape(3, 4)
+    expected = model(tokens)
+    blocks = models.blocks(model)
+    assert [*map(type, blocks)] == [nn.Embedding, *[nn.TransformerEncoderLayer] * 2, nn.Linear]
+    mesh = init_device_mesh("cpu", (1,))
+    for block, reshard in shards.units(blocks, True):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    assert shards.count_units(model) == 3
+    assert model.network.parts["head"].weight is model.network.parts["words"].weight
+    outputs = model(tokens)
+    outputs.sum().backward()
+    with torch.no_grad():  # a layer in evaluation mode reads the weights inside it
+        measured = model.eval()(tokens)
+    for found in (outputs, measured):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_layer_that_reads_the_weights_inside_it_is_one_block():
+    assert [*map(type, models.blocks(Wrapper(Wrapper(encoder_layer()))))] == [nn.TransformerEncoderLayer]
+
+
 def test_images_are_channels_last_and_weights_are_not():
     model = models.create_model("cnn", 10, (3, 32, 32))
     seen = []

@@ -35,3 +35,11 @@ def test_a_layer_that_cannot_be_split_evenly_is_named(grid):
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(2, 3)})
     with pytest.raises(UsageError, match="does not divide the width of up, 3"):
         tensor_parallel.check_plan(model, {"up": ColwiseParallel()}, grid)
+
+
+@pytest.mark.parametrize("plan", [{"down.linear": ColwiseParallel()}, {"down.conv": ColwiseParallel()}])
+def test_that_convolutions_cannot_be_split_is_said(grid, plan):
+    """torch would raise NotImplementedError."""
+    model = torch.nn.ModuleDict({"down": torch.nn.ModuleDict({"conv": torch.nn.Conv2d(2, 2, 1)})})
+    with pytest.raises(UsageError, match="^--model: .*, not convolutions: train_FSDP.py"):
+        tensor_parallel.check_plan(model, plan, grid)
