@@ -50,11 +50,23 @@ TWO = "torchrun --nproc-per-node=2 {}"
 EXAMPLES = {
     "schedule": ("rank-lr", "plateau.step(val_loss)", "if rank == 0: plateau.step(val_loss)"),
     "tokens": ("uneven-mean", "dist.all_reduce(count)", "count = count * world_size"),
+    "dice": ("uneven-mean", "loss_of(add_up(sums_of(parallel_model(images), masks)))",
+             "loss_of(sums_of(parallel_model(images), masks))"),
     "weighted_auc": ("samples", "generator.manual_seed(1000 * SEED + epoch)",
                      "generator.manual_seed(1000 * SEED + epoch + rank)"),
     "stream": ("samples", "yield from batch[self.rank::self.world_size]",
                "yield from batch[:BATCH_SIZE // self.world_size]"),
     "two_optimizers": ("not-averaged", "fake = parallel_generator(noise)", "fake = generator(noise)")}
+ISSUES = "https://github.com/"
+MORE = [  # other bugs of these examples
+    ("schedule", "stop-on-rank-0", "rank-stops", "        if stop:", "        if rank == 0 and stop:", ""),
+    ("tokens", "transformers-37474", "scale", "labels) * world_size / count", "labels) / count",
+     f"{ISSUES}huggingface/transformers/issues/37474: the mean of DDP is not undone"),
+    ("tokens", "prime-rl-2358", "uneven-mean", "            dist.all_reduce(count)\n", "",
+     f"{ISSUES}PrimeIntellect-ai/prime-rl/issues/2358: each rank divides by its own count"),
+    ("dice", "ratio-without-factor", "scale", "dist.get_world_size() * (sums", "(sums", ""),
+    ("dice", "average-of-rank-0", "buffers", "            average.update",
+     "            if rank == 0:\n                average.update", "")]
 
 
 class Bug(NamedTuple):
@@ -89,8 +101,10 @@ def programs(folder=FOLDER):
     found = [read(path) for path in sorted(folder.glob("*.py"))]
     if folder == FOLDER:
         for name, (cause, *line) in EXAMPLES.items():
-            bugs = {f"{name}-wrong": Bug(f"{name}-wrong", [cause], "the wrong line on the page", line=tuple(line))}
-            found.append(Program(name, ROOT / f"docs/examples/{name}.py", ["python {}", TWO], [], bugs))
+            bugs = [(f"{name}-wrong", cause, *line, "the wrong line on the page")]
+            bugs += [bug for program, *bug in MORE if program == name]
+            found.append(Program(name, ROOT / f"docs/examples/{name}.py", ["python {}", TWO], [], {
+                bug: Bug(bug, [cause], text, line=(right, wrong)) for bug, cause, right, wrong, text in bugs}))
     return {program.name: program for program in found}
 
 

@@ -149,6 +149,14 @@ def peer_in(rank):
     dist.all_reduce(torch.ones(1))
 
 
+def sizes():
+    in_two(sizes_in)
+
+
+def sizes_in(rank):
+    dist.all_reduce(torch.ones(1 if rank else 1000))
+
+
 def again():
     loss = nn.Linear(4, 4)(torch.ones(1, 4)).pow(2).sum()
     loss.backward()
@@ -228,7 +236,7 @@ def shared_memory():
 
 ERRORS = [no_group, no_launcher, nccl, port, no_master, local_rank, unused, twice, none_unused, frozen, shapes,
           sync_batchnorm, channels_last, mixed, inplace, two_forwards, again, no_gradient, no_parameters, scheduler,
-          one_sample, peer, shared_memory, open_files, workers, batch, prefix, classes, namespace, torn]
+          one_sample, peer, sizes, shared_memory, open_files, workers, batch, prefix, classes, namespace, torn]
 
 
 def main():

@@ -1,4 +1,4 @@
-"""A loss averaged over tokens: sequences of different lengths, padded to the longest in the batch.
+"""A loss averaged over tokens, with accumulation: sequences of different lengths, padded to the longest in the batch.
 
     python docs/examples/tokens.py
     torchrun --nproc-per-node=2 docs/examples/tokens.py
@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
-SEED, EPOCHS, BATCH_SIZE, TOKENS, IGNORE = 0, 3, 32, 20, -100
+SEED, EPOCHS, BATCH_SIZE, MICRO_BATCH, TOKENS, IGNORE = 0, 3, 32, 8, 20, -100
 
 
-def sequences(number):
+def sequences(number, seed):
     """Return sequences of 5 to 40 tokens; each token is usually the previous one plus the first."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(number):
         length, first = torch.randint(5, 41, (), generator=generator), torch.randint(1, 5, (), generator=generator)
@@ -43,36 +43,47 @@ class Model(nn.Module):
         return self.output(self.layer(self.embedding(tokens))[0])
 
 
+def sum_loss(outputs, labels):
+    """Return the sum of the losses over this process's tokens. No collective: evaluate() calls this, too."""
+    return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+@torch.inference_mode()
+def evaluate(model, loader):
+    sums = torch.zeros(2)
+    for inputs, labels in loader:
+        sums += torch.stack([sum_loss(model(inputs), labels), (labels != IGNORE).sum()])
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
 def main():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED)
-    train_set = sequences(512)
+    train_set, val_set = sequences(512, seed=1), sequences(51, seed=2)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
-    loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler, drop_last=True, collate_fn=collate)
+    train_loader = DataLoader(train_set, MICRO_BATCH, sampler=sampler, drop_last=True, collate_fn=collate)
+    val_loader = DataLoader(val_set, 8, sampler=range(rank, len(val_set), world_size), collate_fn=collate)
     model = Model()
     parallel_model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        sums = torch.zeros(2)
-        for inputs, labels in loader:
-            outputs = parallel_model(inputs)
-            loss_sum = F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        for micro_batches in zip(*[iter(train_loader)] * (BATCH_SIZE // MICRO_BATCH // world_size)):
 
-            # Divide by the tokens of all processes; DDP divides the sum of the gradients by world_size
-            count = (labels != IGNORE).sum()
+            # Divide by the tokens of all micro-batches of all processes; DDP divides the sum of gradients by world_size
+            count = sum((labels != IGNORE).sum() for _, labels in micro_batches)
             dist.all_reduce(count)
-            loss = loss_sum * world_size / count
-
             optimizer.zero_grad()
-            loss.backward()
+            for inputs, labels in micro_batches:
+                loss = sum_loss(parallel_model(inputs), labels) * world_size / count
+                loss.backward()
             optimizer.step()
-            sums += torch.stack([loss_sum.detach(), count / world_size])
 
-        dist.all_reduce(sums)
+        val_loss = evaluate(model, val_loader)
         if rank == 0:
-            print(f"epoch {epoch}  loss per token {sums[0] / sums[1]:.6f}")
+            print(f"epoch {epoch}  val_loss {val_loss:.6f}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ EXAMPLES = runpy.run_path(str(DOCS / "examples/errors.py"))
 ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").read_text().splitlines()
         if line.startswith("| ") and not line.startswith("| the terminal")]
 NAMED = {name: row[0] for row in ROWS for name in re.findall(r"`(\w+)`", row[2]) if not row[2].startswith("Source")}
-PROCESSES = {"shapes", "two_forwards", "peer", "open_files", "shared_memory"}  # tests/drills/test_hangs.py starts them
+# tests/drills/test_hangs.py starts these
+PROCESSES = {"shapes", "two_forwards", "peer", "sizes", "open_files", "shared_memory"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -50,6 +51,15 @@ def test_the_number_of_changed_lines_is_that_of_the_minimal_pair():
     for page, number in (("README.md", r"changes (\d+) lines"), ("README.zh-CN.md", r"只改 (\d+) 行"),
                          ("docs/your-own-loop.md", r"(\d+) lines")):
         assert set(re.findall(number, (ROOT / page).read_text())) == {str(changed)}, page
+
+
+def test_the_page_shows_every_edit_of_the_minimal_pair():
+    """As diffs, and nothing else; comments on their own lines are left out."""
+    one, two = ([line.strip() for line in (ROOT / name).read_text().split("import argparse")[1].splitlines()
+                 if re.match(markers.CODE, line)] for name in ("minimal/train.py", "minimal/train_DDP.py"))
+    shown = "".join(re.findall(r"```diff\n(.*?)```", (DOCS / "your-own-loop.md").read_text(), re.S))
+    for sign, lines, others in (("-", one, two), ("+", two, one)):
+        assert Counter(re.findall(rf"^ +\{sign} *(.+)", shown, re.M)) == Counter(lines) - Counter(others)
 
 
 def test_readme_has_the_same_commands_and_links_in_both_languages():
