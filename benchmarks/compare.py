@@ -1,16 +1,14 @@
-"""Launch every training script as a user would, and compare them in the tables and the plot of docs/speed.md.
+"""Launch every training script as a user would, and compare them in the tables of docs/speed.md.
 
     pip install -r requirements.txt -r requirements-bench.txt
     python -m benchmarks.compare                                              # digits: ten minutes on two cores
     python -m benchmarks.compare --dataset fashion-mnist --batch-size 128 --rounds 3          # two hours there
     python -m benchmarks.compare --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda
-    python -m benchmarks.compare --show                                     # only the tables and the plot
+    python -m benchmarks.compare --show                                     # only the tables
 
 For each run, the tables use the median over its epochs after the first, its last accuracy and its peak memory: that of
-its tensors on an accelerator, or the resident set size of its largest process on a CPU. It saves each run at once. The
-next call adds only the missing runs if hardware, versions, arguments and the scripts' committed code are the same.
+its tensors on an accelerator, or the resident set size of its largest process on a CPU. It saves each run at once.
 """
-import json
 import os
 import shutil
 import signal
@@ -21,7 +19,7 @@ import time
 
 from tqdm import tqdm
 
-from benchmarks import measure, plots, tables
+from benchmarks import measure, tables
 from common import cli, devices, endings
 
 
@@ -55,24 +53,14 @@ def one_run(script: str, seed: int, args, processes: int) -> dict:
 
 
 def make_runs(args) -> None:
-    """Do the runs that are missing from the results file."""
+    """Do all runs."""
     where = measure.machine(devices.select_device(args.device), "train*.py", "common")
     processes = args.processes or devices.count_processes(args.device)
     task = {name: value for name, value in vars(args).items() if name not in ("scripts", "processes", "rounds", "show")}
-    head = {"machine": where, "processes": processes, "arguments": task}
-    path = tables.path_of("compare", where, args.dataset, args.model)
-    old = json.loads(path.read_text()) if path.exists() else {}
-    known = {**old.get("machine", {}), "date": where["date"]}  # runs from different days may share a file
-    same = old | head == old | {"machine": known} and not where["commit"].endswith("-dirty")
-    content = head | {"runs": old["runs"] if same else []}
-    done = {(run["seed"], run["script"]) for run in content["runs"]}
-    missing = [turn for turn in measure.in_turns(args.scripts, args.rounds) if turn not in done]
-    try:
-        for seed, script in tqdm(missing, "runs", disable=None):
-            content["runs"].append(one_run(script, seed, args, processes))
-            tables.save(path, content)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {len(content['runs'])} runs are in {path.relative_to(tables.ROOT)}")
+    content = {"machine": where, "processes": processes, "arguments": task, "runs": []}
+    for seed, script in tqdm(measure.in_turns(args.scripts, args.rounds), "runs", disable=None):
+        content["runs"].append(one_run(script, seed, args, processes))
+        tables.save(tables.path_of("compare", where, args.dataset, args.model), content)
 
 
 def main() -> None:
@@ -88,7 +76,6 @@ def main() -> None:
         make_runs(args)
     for page, parts in tables.pages().items():
         tables.fill(tables.ROOT / page, parts)
-    plots.plot_compare()
     print("\n\n".join(map(tables.compare_table, tables.read("compare"))))
 
 

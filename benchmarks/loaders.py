@@ -6,10 +6,9 @@
 Each round reads one epoch of the same JPEG files with each contender. The bare loop runs one process per core, which
 does the same work and nothing else. `loader.py`, `loader_streaming` and the PIL loader (typical of published code)
 have one worker per core; `loader_streaming` reads the files from tar shards. `loader_DALI` has one thread per core; on
-a GPU, it uses the GPU's decoders. "DALI workers" adds two processes that read the files. On a busy machine, CPU time
-per pair says more than pairs per second.
+a GPU, it uses the GPU's decoders. On a busy machine, CPU time per pair says more than pairs per second.
 
-The tasks differ in the size of the photos, in what becomes of them, and in whether the files are in the page cache.
+The tasks differ in the size of the photos and in what becomes of them.
 """
 import importlib.metadata
 import math
@@ -44,17 +43,14 @@ class Task(NamedTuple):
     height: int
     resize: int
     crop: int
-    cold: bool = False
 
 
 TASKS = [Task("640x480 to 256, crop 224", 640, 480, 256, 224), Task("2040x1356 to 256, crop 224", 2040, 1356, 256, 224),
-         Task("2040x1356, crop 256", 2040, 1356, 0, 256),
-         Task("640x480 to 256, crop 224, cold", 640, 480, 256, 224, True)]
+         Task("2040x1356, crop 256", 2040, 1356, 0, 256)]
 BATCH, SEED, PER_SHARD = 8, 1234, 16
-AHEAD = 5  # batches that DALI may read ahead: 2 by default, 2 in its queues of workers, 1 in work
+AHEAD = 3  # batches that DALI may read ahead: 2 by default, 1 in work
 RATIOS = [("loader.py", "bare loop"), ("loader.py", "PIL loader"), ("loader_streaming", "loader.py"),
           ("loader_DALI", "loader.py"), ("loader_DALI", "bare loop")]
-WANTED = {("loader.py", "bare loop"): 0.97, ("loader.py", "PIL loader"): 2.0}  # in the first task
 CORES = launch.cores_per_process()
 LIBRARIES = ("torchvision", "torchcodec", "pillow", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
 
@@ -70,14 +66,6 @@ def make_files(folder: Path, count: int, width: int, height: int) -> None:
                 path = folder / "train" / side / f"{copy:04}.jpg"
                 v2.functional.to_pil_image((image * 255).round().to(torch.uint8)).save(path, quality=92)
     tars.write_shards(pairs.find_pairs(folder, "train", "img", "gt"), folder / "shards", "train", PER_SHARD)
-
-
-def drop_from_cache(folder: Path) -> None:
-    """Drop all files below the folder from the page cache, so that the next reads access the disk."""
-    for path in folder.rglob("*.*"):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())  # a page that is not written yet stays
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bare_work(pair_list: list, task: Task) -> int:
@@ -149,21 +137,18 @@ def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) 
     args = SimpleNamespace(data_source=folder, split="train", img_dir="img", gt_dir="gt", resize=task.resize,
                            crop=task.crop, batch_size=BATCH, workers=CORES, seed=SEED, device=str(device))
     of_shards = SimpleNamespace(**vars(args) | {"data_source": str(folder / "shards"), "shuffle_buffer": 4 * BATCH})
-    loaders = {"loader.py": loader.build_loader(args), "loader_streaming": loader_streaming.build_loader(of_shards)}
-    found = {}
-    if not task.cold:
-        pair_list = pairs.find_pairs(folder, "train", "img", "gt")
-        shares = [(pair_list[share::CORES], task) for share in range(CORES)]
-        pool = mp.get_context("fork").Pool(CORES, torch.set_num_threads, (1,))
-        found["bare loop"] = lambda: run_bare_loop(pool, shares)
-        loaders["PIL loader"] = DataLoader(PILPairs(pair_list, task), BATCH, shuffle=True, num_workers=CORES,
-                                           drop_last=True, persistent_workers=True, pin_memory=device.type != "cpu")
+    pair_list = pairs.find_pairs(folder, "train", "img", "gt")
+    shares = [(pair_list[share::CORES], task) for share in range(CORES)]
+    pool = mp.get_context("fork").Pool(CORES, torch.set_num_threads, (1,))
+    loaders = {"loader.py": loader.build_loader(args), "loader_streaming": loader_streaming.build_loader(of_shards),
+               "PIL loader": DataLoader(PILPairs(pair_list, task), BATCH, shuffle=True, num_workers=CORES,
+                                        drop_last=True, persistent_workers=True, pin_memory=device.type != "cpu")}
+    found = {"bare loop": lambda: run_bare_loop(pool, shares)}
     found |= {name: lambda batches=batches: read_epoch(batches, device) for name, batches in loaders.items()}
-    if with_dali and not task.cold:
+    if with_dali:
         import loader_DALI
-        for name, workers in (("loader_DALI", 0), ("DALI workers", 2)):
-            batches = loader_DALI.build_loader(SimpleNamespace(**vars(args) | {"workers": workers}))
-            found[name] = lambda batches=batches: read_epoch(batches, device, AHEAD)
+        dali = loader_DALI.build_loader(SimpleNamespace(**vars(args) | {"workers": 0}))
+        found["loader_DALI"] = lambda: read_epoch(dali, device, AHEAD)
     return found
 
 
@@ -183,12 +168,11 @@ def report(runs: list[dict]) -> str:
                 row.append(math.nan if value is None else value)
         rows = [[name, around(spread(speed), ".0f"), around(spread(cost)),
                  around(spread(first), ".3f").replace("nan", "-")] for name, (speed, cost, first) in found.items()]
-        wanted = WANTED if task == TASKS[0] else {}
         ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
-                   around(ratio(found[other][1], found[one][1])), wanted.get((one, other), "-")]
+                   around(ratio(found[other][1], found[one][1]))]
                   for one, other in RATIOS if one in found and other in found]
         texts += [f"{task.name}:", table(["contender", "pairs/s", "CPU, ms per pair", "first batch, s"], rows),
-                  table(["ratio", "of pairs/s", "by CPU time", "at least wanted"], ratios)]
+                  table(["ratio", "of pairs/s", "by CPU time"], ratios)]
     return "\n\n".join(texts)
 
 
@@ -202,8 +186,6 @@ def measure_task(task: Task, base: str, count: int, rounds: int, device: torch.d
     for epoch in found.values():
         epoch()  # starts the workers and fills the file cache
     for number, name in measure.in_turns(list(found), rounds):
-        if task.cold:
-            drop_from_cache(folder)
         runs.append({"task": task.name, "round": number + 1, "contender": name} | found[name]())
     return runs
 

@@ -50,6 +50,9 @@ OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_elastic.py": ["--snaps
 # What the commands of `runs` share. Processes and micro-batches divide a batch of 96 evenly or not: 48, 32, 9.6
 SAME = ["--epochs", "3", "--batch-size", "96", "--seed", "3", "--save-every", "2", "--workers", "0"]
 
+# What the launchers of clusters are compared with
+REFERENCE = ["train_DDP.py", "--epochs", "2", "--batch-size", "96", "--lr", "0.0003"]
+
 Finished = collections.namedtuple("Finished", "code out err")
 
 # Several tests run at a time: a thread that waits for the others of its process must not keep a core busy meanwhile.
@@ -316,6 +319,14 @@ def runs(once):
 
     get.steps = lambda name: Path(f"{get(name)[0]}-steps")
     return get
+
+
+@pytest.fixture(scope="session")
+def reference(once):
+    """Return the last checkpoint of a run of REFERENCE by torchrun's two processes on CPUs."""
+    folder, _ = once("reference", lambda folder: run(*TORCHRUN, "--nproc-per-node=2", *REFERENCE, "--output-dir",
+                                                     folder, env={"CUDA_VISIBLE_DEVICES": ""}))
+    return folder / "last.pt"
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,8 @@ def around(folder, script, *arguments):
             "--output-dir", folder / "out"]
 
 
-@pytest.mark.parametrize("moment", ["early", "late", "spawning"])
+@pytest.mark.parametrize("moment", ["early", pytest.param("late", marks=pytest.mark.drill),
+                                    pytest.param("spawning", marks=pytest.mark.nightly)])
 def test_an_interrupted_constructor_adds_nothing_to_the_line(moment):
     """A DataLoader's iterator has no workers yet, so its `__del__` fails; or they start, and torch misses them.
 
@@ -53,6 +54,7 @@ def test_a_process_that_fails_does_not_wait_for_the_others(broken_photo, tmp_pat
     assert not (tmp_path / "out/last.pt").exists()
 
 
+@pytest.mark.nightly
 def test_a_mistake_of_ones_own_keeps_its_traceback(tmp_path):
     """A user's dataset returns tensors of different sizes: the error is not "out of memory", and nothing hangs."""
     script = copy_out("train_DDP.py", tmp_path / "mine")

@@ -1,4 +1,5 @@
 """Every script is a small, marked diff of its parents."""
+import functools
 import re
 import subprocess
 
@@ -9,6 +10,9 @@ SCRIPTS = markers.scripts()
 CHILDREN = [path for path in SCRIPTS if len(markers.parents_of(path)) == 1]
 
 
+compare = functools.cache(markers.compare)  # of the scripts, which do not change meanwhile
+
+
 def name_of(path):
     return path.relative_to(markers.ROOT).as_posix()
 
@@ -16,8 +20,7 @@ def name_of(path):
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_every_difference_from_the_parents_is_marked(path):
     """test_readme.py compares the number of changed lines with README's table."""
-    changed = sum(block.changed for block in markers.compare(path))
-    parents = markers.parents_of(path)
+    changed, parents = sum(block.changed for block in compare(path)), markers.parents_of(path)
     assert bool(changed) == bool(parents) or len(parents) > 1  # two parents may have every line
 
 
@@ -28,7 +31,7 @@ def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
     shown = subprocess.run(["diff", "--unified=0", parent, path], capture_output=True, text=True).stdout
     hunks = re.findall(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", shown, re.M)
     assert hunks
-    blocks = markers.compare(path)
+    blocks = compare(path)
     own = {number for block in blocks for number in range(block.first, block.last + 1)}
     replaced = {number for block in blocks for number in block.removed}
     found = 0
@@ -52,7 +55,7 @@ BUDGETS = {"train_DP.py": 5, "train_DDP.py": 44, "train_mp.py": 18, "train_amp.p
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_a_script_changes_few_lines_and_they_are_narrow(path):
     assert max(map(len, path.read_text().splitlines())) < 110
-    assert sum(block.changed for block in markers.compare(path)) <= BUDGETS.get(name_of(path), 100)
+    assert sum(block.changed for block in compare(path)) <= BUDGETS.get(name_of(path), 100)
 
 
 PARENT = '''"""The parent.

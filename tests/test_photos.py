@@ -27,7 +27,7 @@ def trained(photos, once):
         *commands[name], "--data-path", photos, "--output-dir", folder, env=FLOAT64 if "exact" in name else {}))
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_with_augmentation_and_frozen_batchnorm_two_processes_train_the_same_model(trained):
     """BatchNorm in training mode would differ: without --sync-bn, it sees only the process's part of the batch."""
     one, two, longer = (trained(name)[0] for name in ("exact 1", "exact 2", "frozen"))
@@ -64,7 +64,7 @@ def test_a_process_may_have_nothing_to_evaluate(photos, tmp_path):
     assert len(epochs(good(result).out)) == 1
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(trained, photos, tmp_path):
     """It runs under mp.spawn, where loader workers also start by spawn."""
     folder = trained("whole")[0]

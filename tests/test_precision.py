@@ -63,8 +63,9 @@ def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
     assert 2e-5 < distance(folder / "last.pt", bf16[0] / "last.pt") < 1e-2  # both are in 16 bits, and in other ones
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize(("precision", "ending"), [("bf16", "SIGTERM"), ("fp16", "SIGKILL")])
+@pytest.mark.parametrize(("precision", "ending"), [
+    pytest.param("bf16", "SIGTERM", marks=pytest.mark.nightly),
+    pytest.param("fp16", "SIGKILL", marks=pytest.mark.drill)])
 def test_a_combined_run_that_was_ended_resumes_bit_for_bit(few_digits, precision, ending):
     """The snapshot must contain the scale, the average and the warm-up's count."""
     command = [*COMBINED, "--precision", precision, "--snapshot-every", "1", "--ema", "0.9", "--warm-up", "3"]
@@ -119,7 +120,7 @@ def test_every_micro_batch_has_the_scale_and_the_smoothing(few_digits):
     assert distance(smooth, whole) < 1e-5 and distance(plain, smooth) > 1e-3
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_compiled_blocks_train_the_same_model(few_digits):
     """It needs a C++ compiler, whose code rounds in a different order. Four equal blocks compile only once."""
     vit = [*COMBINED, "--precision", "fp32", "--model", "vit"]

@@ -24,7 +24,7 @@ def trained(scenes, once):
     return get
 
 
-@pytest.mark.parametrize("name", ["train_yolov3_DDP.py", pytest.param("on 3", marks=pytest.mark.drill)])
+@pytest.mark.parametrize("name", ["train_yolov3_DDP.py", pytest.param("on 3", marks=pytest.mark.nightly)])
 def test_trains_the_model_of_one_process(trained, name):
     """A third of the images has no box, so the processes have different numbers of boxes in each step."""
     (one, said), (several, said_too) = trained("train_yolov3.py"), trained(name)
@@ -58,8 +58,8 @@ def merged(child, folder):
     return path
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("child", ["train_mp.py", "train_elastic.py"])
+@pytest.mark.parametrize("child", [pytest.param("train_mp.py", marks=pytest.mark.drill),
+                                   pytest.param("train_elastic.py", marks=pytest.mark.nightly)])
 def test_a_merge_with_another_idea_is_a_script(trained, scenes, child, tmp_path):
     """Its weights are bit-identical to those of train_yolov3_DDP.py."""
     script = merged(child, tmp_path / "merged")
@@ -85,6 +85,7 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, scenes, tmp_pa
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
 
 
+@pytest.mark.drill
 def test_pictures_show_the_boxes(trained, scenes, tmp_path):
     folder, _ = trained("train_yolov3.py")
     assert decode(folder / "detections.png").shape[0] == 3

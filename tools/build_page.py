@@ -7,6 +7,7 @@ The build fails if the texts name a line that no script contains.
 """
 import ast
 import dataclasses
+import functools
 import html
 import json
 import re
@@ -48,6 +49,7 @@ class Script:
 Scripts = dict[str, Script]
 
 
+@functools.cache
 def read_scripts(root: Path = ROOT) -> Scripts:
     """Return the scripts by name, each parent before its children."""
     found = {}
@@ -97,15 +99,19 @@ def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
     return parts
 
 
+def read(root: Path = ROOT) -> tuple[Scripts, dict[str, texts.Mutation], dict[str, texts.Trap], list]:
+    """Return the scripts, mutations, pitfalls and parts of how-it-works.md; raise TextError if they do not fit."""
+    mutations = texts.read_mutations(TOOLS / "mutations.txt")
+    found = (read_scripts(root), mutations, texts.read_traps(root / "docs", mutations),
+             read_parts(root / "docs/how-it-works.md"))
+    _check(root, *found)
+    return found
+
+
 def build(root: Path = ROOT) -> str:
     """Return the page."""
     docs = root / "docs"
-    scripts = read_scripts(root)
-    mutations = texts.read_mutations(TOOLS / "mutations.txt")
-    traps = texts.read_traps(docs, mutations)
-    parts = read_parts(docs / "how-it-works.md")
-    _check(root, scripts, mutations, traps, parts)
-
+    scripts, mutations, traps, parts = read(root)
     data, ideas, counts = _comparisons(scripts, mutations, traps, parts)
     fill = {
         "css": (TOOLS / "page.css").read_text(),

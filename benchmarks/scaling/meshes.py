@@ -16,7 +16,6 @@ MODELS = {  # `keys`: the width of keys and values; `gated`: an MLP of three mat
     "70B": {"parameters": 68_976_648_192, "layers": 80, "width": 8192, "keys": 1024, "hidden": 28672, "gated": True,
             "vocabulary": 32000, "sequence": 4096}}
 
-CHECKED = MODELS["7B"] | {"hidden": 4 * 4096, "gated": False}  # what placement.py simulates: blocks of common/vit.py
 PUBLISHED = {"parameters": 8_030_261_248, "layers": 32, "width": 4096, "keys": 1024, "hidden": 14336, "gated": True,
              "vocabulary": 128_256, "sequence": 8192}  # Llama 3.1 8B
 

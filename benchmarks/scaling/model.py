@@ -96,10 +96,11 @@ def efficiency(model: dict, processes: int, link: dict, micro_batches=1, **optio
 
 def compute(models: dict) -> dict:
     """Return all tables that follow from the `models` of `measure`."""
-    tables = {"remedies": {}, "ninety": {}, "rings_alone": {}, "memory": {}}
+    tables = {"plain": {}, "remedies": {}, "ninety": {}, "rings_alone": {}, "memory": {}}
     for name, model in models.items():
         for row, link in ((f"{name}, {where}", link) for where, link in LINKS.items()
                           if model["on_gpus"] or "GPU" not in where):
+            tables["plain"][row] = [efficiency(model, count, link) for count in PROCESSES]
             tables["ninety"][row] = [shortest_step(model, count, link) for count in (8, 64, 1024)]
             found = tables["remedies"][row] = {key: efficiency(model, WORLD, link, **options)
                                                for key, options in REMEDIES.items()}

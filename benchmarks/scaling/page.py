@@ -1,5 +1,6 @@
 """The generated parts of docs/scaling.md."""
 from benchmarks.scaling import meshes
+from benchmarks.scaling.model import PROCESSES
 from benchmarks.tables import ROOT, table
 
 PAGE, TEXT = ROOT / "docs/scaling.md", ROOT / "benchmarks/scaling/text.md"
@@ -38,14 +39,15 @@ def plan_of(found: dict[str, dict], kind: str | None = None) -> str:
 
 def render(result: dict) -> list[str]:
     """Return the generated parts of the page, in page order, from the contents of scaling.json."""
-    found, tables, world, models = result["inputs"], result["tables"], result["world"], result["inputs"]["models"]
-    placed = result["placed"]
+    found, tables, models = result["inputs"], result["tables"], result["inputs"]["models"]
     steps = {name: time_of(model["step_seconds"]) for name, model in models.items()}
     parts = [
         table(["at 1,024 processes", *REMEDIES.values(), "step assumed", "90% on 8: step", "64", "1,024"],
               [[row, *(f"{values[key]:.0%}" if key in values else "-" for key in REMEDIES),
                 steps[row.split(", ")[0]], *map(time_of, tables["ninety"][row])]
                for row, values in tables["remedies"].items()]),
+        table(["plain DDP on", *(f"{count:,}" for count in PROCESSES)],
+              [[row, *(f"{value:.0%}" for value in values)] for row, values in tables["plain"].items()]),
         table(["", *MEMORIES.values()],
               [[name, *(size_of(values[key]) + (" (!)" if values[key] > MEMORY else "") for key in MEMORIES)]
                for name, values in tables["memory"].items()]),
@@ -54,11 +56,7 @@ def render(result: dict) -> list[str]:
                for row, found in tables["meshes"]["400 Gb/s a GPU"].items()])]
     text = TEXT.read_text().format(
         **found, batch=meshes.BATCH, sums=meshes.SUMS, limit=size_of(meshes.LIMIT), titan=tables["torchtitan"],
-        world=world, placed=placed, share=16 * placed["parameters"] / world["processes"],
-        block=meshes.saved(meshes.CHECKED, placed["tensor"]), ranks=", ".join(map(str, world["ranks"])),
-        shards=list(world["shards"].values()),
         size={name: size_of(4 * model["parameters"]) for name, model in models.items()},
         cnn={name: time_of(value) for name, value in found["cnn_step"].items()},
-        even=models["1B transformer"]["parameters"] / world["processes"],
         gflop=found["resnet50_flops_per_image"] / 1e9, rings=tables["rings_alone"]["1B transformer, 400 Gb/s a GPU"])
-    return [f"{part.strip()}\n" for part in [*parts, *text.split("\n\n")]]
+    return [f"{part.strip()}\n" for part in [*parts, text]]

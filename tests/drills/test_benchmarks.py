@@ -2,13 +2,9 @@
 import json
 import re
 import shutil
-import signal
-import subprocess
-import time
 
 import pytest
-from conftest import PYTHON, ROOT, descendants, good, run
-from live import alive
+from conftest import PYTHON, ROOT, good, run
 
 pytestmark = pytest.mark.long
 COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_DP.py", "--rounds", "1", "--epochs", "1"]
@@ -16,9 +12,8 @@ COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_D
 
 @pytest.fixture
 def copy(tmp_path):
-    """Return a copy of the repository without results."""
-    for name in ("psutil", "matplotlib"):  # here, so that the names of the tests are known without them
-        pytest.importorskip(name, reason=f"no {name}: pip install -r requirements-bench.txt")
+    """Return a copy of the repository that has no results yet."""
+    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements-bench.txt")
     for name in ("common", "benchmarks", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     (tmp_path / "benchmarks/results").mkdir()
@@ -34,30 +29,16 @@ def only_result(copy, kind):
     return json.loads(path.read_text())
 
 
-def test_an_interrupted_comparison_goes_on_where_it_was(copy):
-    process = subprocess.Popen(COMPARE, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = []
-    while len(started) < 2 or not list((copy / "benchmarks/results").glob("compare-*.json")):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-        started = descendants(process.pid)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    first = only_result(copy, "compare")["runs"]
-    assert process.returncode == 0 and f"interrupted; {len(first)} runs are in" in out and "Traceback" not in err
-    assert not any(alive(pid) for pid in started)
-
+def test_scripts_are_compared(copy):
     good(run(*COMPARE, cwd=copy))
     content = only_result(copy, "compare")
-    assert len(first) == 1 and content["runs"][:1] == first
     assert [(one["script"], one["seed"]) for one in content["runs"]] == [("train.py", 0), ("train_DP.py", 0)]
     for one in content["runs"]:
         assert 0.2 < one["accuracy"] <= 1 and one["images_per_second"] > 0
         assert 200 < one["peak_mib"] < 5000  # of the process, torch and all: no accelerator counts it here
-    # on a CPU both scripts train alike: the plot and the table are of these runs
+    # on a CPU both scripts train alike: the table is of these runs
     shown = re.findall(r"^\| `(\S+)` \| .*? \| .*? \| (.*?) \|", (copy / "docs/speed.md").read_text(), re.M)
     assert dict(shown).keys() == {"train.py", "train_DP.py"} and len(set(dict(shown).values())) == 1
-    assert (copy / "benchmarks/results/compare.png").stat().st_size > 10_000
 
 
 def test_the_contenders_take_turns(copy):
@@ -73,21 +54,6 @@ def test_the_contenders_take_turns(copy):
     result = run(PYTHON, "-m", "benchmarks.floor", "--dataset", "folder", "--data-path", "nowhere", cwd=copy)
     assert result.code == 2 and result.err.endswith("--data-path nowhere: no such folder\n")
     assert len(result.err.splitlines()) == 1
-
-
-def test_a_step_is_taken_apart(copy):
-    env = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile would take half of the time
-    good(run(PYTHON, "-m", "benchmarks.step", "--rounds", "2", "--epochs", "3", cwd=copy, env=env))
-    content = only_result(copy, "step")
-    # by hand, for 28x28: three convolutions, three linear layers; twice as much backward, less the first layer's input
-    layers = [28 * 28 * 25 * 16, 14 * 14 * 25 * 16 * 32, 7 * 7 * 25 * 32 * 32, 288 * 128, 128 * 64, 64 * 10]
-    assert content["operations_per_image"] == 2 * (3 * sum(layers) - layers[0])
-    assert {"as the scripts", "fused optimizer"} <= set(content["steps"])
-    assert content["steps"]["as the scripts"]["times_as_fast"]["median"] == 1
-    assert 0 < content["script"]["waits"]["median"] < 0.5 and content["matrix_rate"]["float32"]["lowest"] > 1e9
-    assert 0 < content["arithmetic_share"]["median"] < 2
-    result = run(PYTHON, "-m", "benchmarks.step", "--epochs", "1", cwd=copy)
-    assert result.code == 2 and result.err.splitlines()[-1].endswith("so there must be a second")
 
 
 def test_memory_counts_each_storage_once(copy):

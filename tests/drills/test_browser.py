@@ -132,14 +132,6 @@ def test_a_pitfall_stands_beside_its_lines(page):
     becomes(True, lambda: "Symptom" in note.text)
 
 
-def test_copying_takes_the_whole_script(page):
-    browser = page("#train.py...train_amp.py")
-    browser.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
-    read = "const done = arguments[0]; navigator.clipboard.readText().then(done, done)"
-    browser.find_element("id", "copy-right").click()
-    becomes((ROOT / "train_amp.py").read_text(), lambda: browser.execute_async_script(read))
-
-
 @pytest.mark.parametrize("dark", [False, True])
 def test_everything_can_be_read(page, dark):
     browser = page("#train.py...train_DDP.py", dark=dark)

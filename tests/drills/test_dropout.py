@@ -9,7 +9,7 @@ TWO = [*TORCHRUN, "--nproc-per-node=2"]
 
 @pytest.mark.parametrize(("script", "again"), [
     # one process with rank 0's share of the batch takes rank 0's masks, in twice as many steps
-    ("train_DDP.py", [PYTHON]), ("train_elastic.py", TWO)])
+    ("train_DDP.py", [PYTHON]), pytest.param("train_elastic.py", TWO, marks=pytest.mark.nightly)])
 def test_dropout_differs_between_ranks_steps_and_epochs_and_a_resumed_run_repeats_it(tmp_path, script, again):
     def kept(launcher, batch_size, *more):
         out = good(run(*launcher, PROGRAMS / "with_dropout.py", script, "--batch-size", batch_size, "--epochs", "2",

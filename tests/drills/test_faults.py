@@ -19,8 +19,9 @@ STAGES = {"start": None, "headline": "^cpu: batch", "training": "^epoch +1/"}
 
 
 @pytest.mark.parametrize(("start", "stage", "sent"), [
-    ("train_mp.py", "start", "SIGTERM"), ("train_mp.py", "headline", "SIGTERM"), ("train.py", "start", "SIGINT"),
-    ("train.py", "training", "SIGTERM"), ("torchrun", "training", "SIGTERM"), ("launch", "training", "SIGINT")])
+    ("train_mp.py", "start", "SIGTERM"), ("train_mp.py", "headline", "SIGTERM"), ("torchrun", "training", "SIGTERM"),
+    *(pytest.param(*row, marks=pytest.mark.nightly) for row in (
+        ("train.py", "start", "SIGINT"), ("train.py", "training", "SIGTERM"), ("launch", "training", "SIGINT")))])
 def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, stage, sent):
     """It ends long before its 1,000 epochs, with a nonzero exit code and, once the script runs, one line of its output.
 
@@ -139,14 +140,3 @@ def test_runs_at_the_same_time(tmp_path, photos):
             assert live.end(240) == 0, live.said()
             assert load(tmp_path / str(number) / "last.pt")["epoch"] == 1
             assert (tmp_path / str(number) / "class_indices.json").stat().st_size
-
-
-@pytest.mark.parametrize("script", ["train_elastic.py", pytest.param("train_DCP.py", marks=pytest.mark.nightly)])
-def test_nothing_is_lost_to_kills(script):
-    """There is one kill -9, at a time that depends on the date; tests/random_kills.py does more."""
-    import datetime
-
-    import random_kills
-
-    done, _ = random_kills.disturb(script, 1, datetime.date.today().isoformat())
-    assert done.total() == 1

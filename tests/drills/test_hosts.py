@@ -37,14 +37,6 @@ def start(host, nodes, *command, **settings):
                 env=ONE_EACH | settings)
 
 
-def test_two_hosts_train_what_two_processes_train(both, reference, tmp_path):
-    command = ["train_DDP.py", *ARGUMENTS, "--resume", reference.with_name("epoch-012.pt"), "--output-dir", tmp_path]
-    with start(both[0], 2, *command) as first, start(both[1], 2, *command) as second:
-        assert first.end(180) == 0 and second.end(60) == 0, first.said() + second.said()
-        assert "2 process(es) x 1 micro-batch x 48" in first.said()
-    assert same(load(reference), load(tmp_path / "last.pt"))
-
-
 def test_a_killed_process_is_started_again_and_nothing_is_lost(both, reference, tmp_path):
     """After kill -9 within an epoch, on the host that is not the master, the final weights are bit-identical."""
     command = [2, "train_elastic.py", *ARGUMENTS, "--resume", "auto", "--snapshot-every", "5", "--output-dir", tmp_path]

@@ -36,6 +36,7 @@ def test_copies_in_a_tensor_group_become_equal_and_parts_stay_as_they_are():
     assert {*map(tuple, found.values())} == {(True, True), (False, False)}
 
 
+@pytest.mark.nightly
 def test_a_pipeline_in_bf16_learns_as_in_float32(tmp_path):
     found = []
     for options in ([], ["--bf16"]):
@@ -48,7 +49,7 @@ def test_a_pipeline_in_bf16_learns_as_in_float32(tmp_path):
         part.dtype for part in load(tmp_path / "0/last.pt")["model"].values()}
 
 
-@pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py"])
+@pytest.mark.parametrize("script", ["train_FSDP.py", pytest.param("train_TP.py", marks=pytest.mark.nightly)])
 def test_compiled_blocks_train_the_same_model(tmp_path, script):
     """Equal blocks share their graphs. Compiled code sums in a different order, so the weights differ slightly."""
     for options in ([], ["--compile"]):

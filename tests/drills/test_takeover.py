@@ -7,25 +7,17 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import PYTHON, ROOT, TORCHRUN, distance, epochs, good, run
+from conftest import PYTHON, REFERENCE, ROOT, TORCHRUN, distance, epochs, good, run
 
-ARGUMENTS = ["--epochs", "2", "--lr", "0.0003"]
+ARGUMENTS = REFERENCE[1:]
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """Return the last checkpoint of two processes under torchrun, the reference for the other runs."""
-    folder = tmp_path_factory.mktemp("reference")
-    good(run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", *ARGUMENTS, "--output-dir", folder, env=CPU))
-    return folder / "last.pt"
 
 
 def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(reference, tmp_path):
     """The environments of two pods on one machine; the command is unchanged except for the size of the training."""
     manifest = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
     _, script, *arguments = manifest["spec"]["trainer"]["command"]
-    small = [*arguments, *ARGUMENTS, "--dataset=digits", "--model=cnn", "--batch-size=64", "--weight-decay=1e-4"]
+    small = [*arguments, *ARGUMENTS, "--dataset=digits", "--model=cnn", "--weight-decay=1e-4"]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -37,7 +29,7 @@ def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(referenc
         nodes.append(subprocess.Popen(command, env=os.environ | CPU | pet, stdout=subprocess.PIPE, text=True))
     said = [node.communicate(timeout=180)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
-    assert "2 process(es) x 1 micro-batch x 32" in said[0] and len(epochs(said[0])) == 2 and not epochs(said[1])
+    assert "2 process(es) x 1 micro-batch x 48" in said[0] and len(epochs(said[0])) == 2 and not epochs(said[1])
     assert distance(tmp_path / "kubeflow/last.pt", reference) < 1e-5
 
 
@@ -54,7 +46,7 @@ def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, t
     driver = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--"]
     command = [*driver, *ARGUMENTS, "--output-dir", "ray"]
     said = good(run(*command, cwd=tmp_path, env=ray_environment, quiet=False)).out  # Ray reports what it tries again
-    assert said.count("2 process(es) x 1 micro-batch x 32") == 1
+    assert said.count("2 process(es) x 1 micro-batch x 48") == 1
     assert distance(reference, tmp_path / "ray/last.pt") < 1e-5
     assert len(list((tmp_path / "ray").glob("events*"))) == 1
 
@@ -76,6 +68,7 @@ def test_ray_starts_again_what_died(ray_environment, tmp_path):
     assert re.search(r"resume \S+: epoch \d is done", said) and "epoch   6/6" in said
 
 
+@pytest.mark.nightly
 def test_a_failure_under_ray_is_one_line(ray_environment, tmp_path):
     result = run(PYTHON, "launch/ray_train.py", "--num-workers", "2", "--", "--lr", "1e9", "--output-dir",
                  tmp_path / "out", env=ray_environment)

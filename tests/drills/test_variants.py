@@ -23,6 +23,7 @@ from conftest import (
 )
 
 
+@pytest.mark.nightly
 def test_the_whole_default_run_trains_the_baselines_model(tmp_path):
     """Ten epochs with only the output folder as argument confirm README's claim about float64."""
     for number, script in enumerate(("train.py", "train_DDP.py")):
@@ -43,6 +44,7 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script)
     assert epochs(result.out) == epochs(whole.out)[2:]
 
 
+@pytest.mark.nightly
 def test_three_processes_are_deterministic_when_asked(tmp_path):
     """In float32, sums of three numbers depend on their order."""
     three = [*command("train_DDP.py", 3), *SAME, "--deterministic", "--output-dir"]
@@ -51,7 +53,7 @@ def test_three_processes_are_deterministic_when_asked(tmp_path):
     assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "again/last.pt"))
 
 
-@pytest.mark.parametrize("script", [script if script in ("train_mp.py", "train_elastic.py") else
+@pytest.mark.parametrize("script", [script if script == "train_mp.py" else
                                     pytest.param(script, marks=pytest.mark.nightly) for script in SCRIPTS])
 def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, script):
     """One process (two with mp) evaluates the previous script's checkpoint and finds the reported accuracy."""
@@ -125,6 +127,7 @@ def test_a_trace_shows_what_each_step_does_and_sends(an_epoch):
         assert any("autograd::engine::evaluate_function" in name for name in names)
 
 
+@pytest.mark.nightly
 def test_compressed_gradients_change_the_weights_a_little(an_epoch):
     whole, bf16, powersgd = (an_epoch(*options) / "last.pt" for options in (
         ["--lr", "0.001"], ["--lr", "0.001", "--compress", "bf16"], ["--lr", "0.001", "--compress", "powersgd"]))

@@ -61,12 +61,12 @@ if __name__ == "__main__":
         try:
             loader = module.build_loader(args)
             result["length"] = len(loader)
-            if job["action"] == "watch":
+            if job["action"] in ("watch", "refused"):
                 result["epochs"] = [list(loader) for _ in range(args.epochs)]
             else:
                 result[job["action"]] = globals()[job["action"]](loader)
         except (errors.UsageError, errors.RunError) as error:
-            if dist.get_world_size() > 1:
+            if job["action"] != "refused":
                 raise
             result["error"] = [type(error).__name__, str(error)]
         torch.save(result, Path(folder, f"{job['name']}-{dist.get_rank()}.pt"))

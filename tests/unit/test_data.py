@@ -283,13 +283,3 @@ def test_a_preview_has_the_images_above_their_targets(tmp_path):
     with Image.open(tmp_path / "a.png") as image:
         rows = np.array(image)[[4, 10], 4::6, 0]  # tiles of 4 pixels, 2 between them
     assert rows.tolist() == [[0] * 3, [255] * 3]
-
-
-def test_samples_are_made_in_one_thread_and_the_others_come_back(tmp_path):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        pairs.make_samples(tmp_path / "pairs")
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

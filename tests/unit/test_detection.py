@@ -464,25 +464,6 @@ def test_pictures_show_the_boxes(tmp_path):
     assert lime[2 + y1 + 20:2 + y2 - 20, 2 + x1 - 2:2 + x1 + 3].any(1).all()
 
 
-class Labeled:
-    """One black image with one box of class `label`."""
-
-    def __init__(self, classes, label):
-        self.classes, self.label = classes, label
-
-    def __len__(self):
-        return 1
-
-    def __getitems__(self, indices):
-        return torch.zeros(1, 3, 96, 96, dtype=torch.uint8), torch.tensor([[0.0, self.label, 9, 9, 90, 90]])
-
-
-def test_a_picture_names_a_region_to_ignore(tmp_path):
-    data.save_preview(tmp_path / "a.png", Labeled(["cat", "dog"], -1))
-    data.save_preview(tmp_path / "b.png", Labeled(["dog", "ignored cat"], 1))
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
 def test_a_picture_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ProcessError, match="file/preview.png: cannot be written"):

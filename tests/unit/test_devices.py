@@ -67,14 +67,10 @@ def test_what_cannot_be_had_is_refused(asked, machine, count, group, said):
     assert f"--device {asked}: " in str(refused.value) and said in str(refused.value)
 
 
-def test_torch_itself_says_which_devices_a_group_can_have():
-    assert {"cpu", "cuda"} <= devices.device_types_in_groups("linux")
-    assert "mps" not in devices.device_types_in_groups("linux")
-
-
 def test_on_windows_a_group_is_on_the_cpu():
-    """On Windows, gloo would crash the process at the first all-reduce of a CUDA tensor."""
-    windows = devices.device_types_in_groups("win32")
+    """gloo would end the process there, at the first all-reduce of a CUDA tensor."""
+    linux, windows = map(devices.device_types_in_groups, ("linux", "win32"))
+    assert {"cpu", "cuda"} <= linux and "mps" not in linux  # torch itself says which devices a group can have
     assert devices.choose_device(None, "cuda", 1, 0, 2, windows) == "cpu"
     assert devices.choose_device(None, "cuda", 1) == "cuda"
     with pytest.raises(UsageError, match="--device cuda: no torch.distributed backend supports it; use train.py"):
@@ -85,9 +81,11 @@ def test_without_an_accelerator_there_is_one_cpu():
     if torch.accelerator.is_available():
         pytest.skip("needs a machine without an accelerator")
     assert devices.select_device(None).type == devices.select_device(None, 1).type == "cpu"
-    assert devices.count_processes(None) == 2 and devices.device_ids(torch.device("cpu")) == []
+    assert devices.count_processes(None) == 2
+    assert [devices.device_ids(torch.device(name)) for name in ("cpu", "mps", "cuda:1")] == [[], [], [1]]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the settings")
 def test_memory_that_a_step_frees_is_there_for_the_next():
     """Three blocks of 20 MB, 5,000 pages each.
@@ -109,10 +107,6 @@ def test_memory_that_a_step_frees_is_there_for_the_next():
     faults = {name: int(subprocess.run([sys.executable, "-c", program, name], cwd=ROOT, capture_output=True, text=True,
                                        check=True, env=fixed).stdout) for name in ("default", "kept")}
     assert faults["kept"] < 100 and faults["default"] > 10_000, faults
-
-
-def test_a_device_that_is_named_is_the_one_to_use():
-    assert devices.device_ids(torch.device("cuda:1")) == [1] and devices.device_ids(torch.device("mps")) == []
 
 
 def test_deterministic_is_for_those_who_ask_and_the_others_get_the_fastest(monkeypatch):

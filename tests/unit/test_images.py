@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms.v2.functional import resize
 
-from common.datasets import FolderDataset, create_datasets
+from common.datasets import create_datasets
 from common.errors import ProcessError, UsageError
 from common.images import decode, decode_reduced, decode_with_torchvision, find_files
 from common.pairs import pairs
@@ -137,7 +137,8 @@ def test_a_large_jpeg_at_a_reduced_scale_becomes_the_same_picture(name):
 
 
 @pytest.mark.parametrize("name", [*KINDS, "16 bits.png"])
-def test_only_a_usual_jpeg_is_reduced(tmp_path, name):
+def test_only_a_usual_jpeg_is_reduced_and_a_file_for_dali_is_the_whole_picture(tmp_path, name):
+    """What is passed on to DALI as a bitmap has decode's pixels; the rest is the file; the size is decode's."""
     path = tmp_path / name
     KINDS.get(name, lambda path: write_png(path, (120, 90), 2, DEEP[..., :3]))(path)
     expected = decode(path)
@@ -149,6 +150,13 @@ def test_only_a_usual_jpeg_is_reduced(tmp_path, name):
             assert pixels.shape[1:] == tuple(length // 2 for length in size)
         else:
             assert torch.equal(pixels, expected)
+    content, size = pairs.read_encoded(path)
+    assert size == expected.shape[1:]
+    if any(word in name for word in ("webp", "GIF", "cmyk", "damaged")):
+        header = b"P6 %d %d 255\n" % size[::-1]
+        assert content.tobytes() == header + expected.permute(1, 2, 0).contiguous().numpy().tobytes()
+    else:
+        assert content.tobytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["cut", "a table"])
@@ -173,49 +181,6 @@ def test_16_bits_are_scaled_to_8(tmp_path, kind, decoder):
     write_png(tmp_path / "deep.png", (120, 90), colour_type, DEEP[..., channels])
     expected = np.rint(DEEP[..., [0, 0, 0] if "grey" in kind else [0, 1, 2]] / 257)
     assert (decode(tmp_path / "deep.png").permute(1, 2, 0).numpy() == expected).all()
-
-
-@pytest.mark.parametrize("name", [*KINDS, "16 bits.png"])
-def test_a_file_for_dali_is_the_whole_picture(tmp_path, name):
-    """A bitmap for DALI has the pixels that decode returns; other images are passed as files. The sizes agree."""
-    path = tmp_path / name
-    KINDS.get(name, lambda path: write_png(path, (120, 90), 2, DEEP[..., :3]))(path)
-    content, size = pairs.read_encoded(path)
-    pixels = decode(path)
-    assert size == pixels.shape[1:]
-    if any(word in name for word in ("webp", "GIF", "cmyk", "damaged")):
-        header = b"P6 %d %d 255\n" % size[::-1]
-        assert content.tobytes() == header + pixels.permute(1, 2, 0).contiguous().numpy().tobytes()
-    else:
-        assert content.tobytes() == path.read_bytes()
-
-
-@pytest.mark.drill
-def test_dali_decodes_the_same_pixels(tmp_path):
-    """This runs loader_DALI.py's operator on a CPU. It decodes a region, whose borders may differ."""
-    dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: requirements-dali.txt")
-    for name, write in KINDS.items():
-        write(tmp_path / name)
-    for kind, (colour_type, channels) in DEEP_KINDS.items():
-        write_png(tmp_path / f"{kind}, 16 bits.png", (120, 90), colour_type, DEEP[..., channels])
-    paths = sorted(tmp_path.iterdir())
-    files, sizes = zip(*map(pairs.read_encoded, paths), strict=True)
-    highs = [np.array(size, np.int32) for size in sizes]
-    lows = [high // 4 for high in highs]
-
-    @dali.pipeline_def(batch_size=len(paths), num_threads=1, device_id=None)
-    def pipeline():
-        columns = dali.fn.external_source(lambda: (list(files), lows, highs), num_outputs=3)
-        return dali.fn.decoders.image_slice(columns[0], start=columns[1], end=columns[2], axes=[0, 1],
-                                            output_type=dali.types.RGB)
-
-    [found] = pipeline().run()
-    for number, (path, low, high) in enumerate(zip(paths, lows, highs, strict=True)):
-        pixels, expected = np.array(found[number]).astype(int), decode(path).permute(1, 2, 0).numpy()
-        border = 16 if high.min() > 1 else 0
-        expected = expected[low[0]:, low[1]:]
-        assert pixels.shape == expected.shape, path
-        assert np.abs(pixels - expected)[border:, border:].max() <= 1, path
 
 
 def with_size(path, width, height):
@@ -329,13 +294,3 @@ def test_both_kinds_of_sets_find_the_same_files(folder, tmp_path):
         assert names == [Path(name).parts for name in expected]
         images, labels = dataset.__getitems__(range(5))
         assert images.shape == (5, 3, 224, 224) and images.dtype == torch.uint8 and labels.tolist() == [0] * 5
-
-
-def test_a_folder_of_classes_takes_every_kind(tmp_path):
-    for name, write in KINDS.items():
-        write(tmp_path / name)
-    write_png(tmp_path / "16 bits.png", (120, 90), 2, DEEP[..., :3])
-    paths = sorted(map(str, tmp_path.iterdir()))
-    for augment in (False, True):
-        images, _ = FolderDataset([(path, 0) for path in paths], 1, 0, augment).__getitems__(range(len(paths)))
-        assert images.shape == (len(paths), 3, 224, 224) and images.dtype == torch.uint8

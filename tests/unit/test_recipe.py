@@ -100,23 +100,6 @@ def test_each_block_is_one_graph_and_equal_blocks_are_one_too(ddp):
     assert utils.counters["aot_autograd"]["ok"] == 1
 
 
-@pytest.mark.drill
-def test_dynamo_compiles_every_block_of_a_resnet_for_training_and_for_evaluation(monkeypatch):
-    """Beyond its limit, it would run blocks uncompiled and only warn. "eager" traces blocks but compiles nothing."""
-    from torch._dynamo import config
-
-    model = models.create_model("resnet18", 10, (3, 32, 32))
-    compile_block = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: compile_block(block, backend="eager"))
-    with config.patch(optimize_ddp=config.optimize_ddp, recompile_limit=config.recompile_limit,
-                      fail_on_recompile_limit_hit=True):
-        recipe.compile_blocks(model)
-        for size in (4, 3):  # the last batch of a validation set is a smaller one
-            model.train()(torch.randn(size, 3, 32, 32)).sum().backward()
-            with torch.no_grad():
-                model.eval()(torch.randn(size, 3, 32, 32))
-
-
 def test_bf16_gradients_lose_digits_or_are_refused_where_torch_has_no_nccl(ddp):
     """The test accepts both builds of torch: the CUDA build has NCCL, and the CPU build does not."""
     model = torch.nn.Linear(3, 1, bias=False)

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_checkpoint import hold
-from test_yours import EDITS, put_in
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import profile
 
-from common import checkpoint, datasets, errors, models
+from common import datasets, errors, models
 
 
 @pytest.fixture
@@ -49,6 +47,13 @@ def scalars(folder, tag):
     log = EventAccumulator(str(folder))
     log.Reload()
     return log.Scalars(tag)
+
+
+def events(module, args, name):
+    """Return how often the profiler of torch saw `name` in a run."""
+    with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        module.main(args)
+    return sum(event.name == name for event in trace.events())
 
 
 class Fixed(torch.nn.Module):
@@ -85,6 +90,8 @@ def test_one_write_has_the_names_of_all_checkpoints_of_an_epoch(script, tmp_path
     module, args = script("train", "--save-every", "1")
     module.main(args)
     assert len({(tmp_path / name).stat().st_ino for name in ("best.pt", "epoch-001.pt", "last.pt")}) == 1
+    content = load(tmp_path / "best.pt")
+    assert content["best_score"] == content["score"] >= 0  # its own included
     args.epochs, args.resume = 2, "auto"
     module.main(args)
     assert [load(tmp_path / name)["epoch"] for name in ("epoch-001.pt", "epoch-002.pt", "last.pt")] == [1, 2, 2]
@@ -114,9 +121,7 @@ def test_buffers_are_not_sent_in_each_forward_pass(script, monkeypatch):
     module, args = script("train_DDP")
     counts = []
     for args.batch_size in (4, 2):
-        with profile() as trace:
-            module.main(args)
-        counts.append(sum(event.name == "gloo:broadcast" for event in trace.events()))
+        counts.append(events(module, args, "gloo:broadcast"))
     assert counts[0] == counts[1] > 0
 
 
@@ -126,14 +131,6 @@ def test_epochs_that_are_trained_again_replace_those_in_tensorboard(script, tmp_
     args.resume = str(tmp_path / "epoch-001.pt")
     module.main(args)
     assert [event.step for event in scalars(tmp_path, "loss")] == [1, 2, 3]
-
-
-def test_each_checkpoint_knows_the_best_score_its_own_included(script, tmp_path):
-    module, args = script("train", "--save-every", "1")
-    module.main(args)
-    for name in ("best.pt", "epoch-001.pt", "last.pt"):
-        content = load(tmp_path / name)
-        assert content["best_score"] == content["score"] >= 0
 
 
 def test_best_is_the_first_of_the_highest_and_stays_when_accuracy_falls(script, tmp_path, monkeypatch):
@@ -190,41 +187,26 @@ def test_sharded_scripts_load_weights_as_train_does(script, tmp_path, capsys):
     assert len(set(said)) == 1 and "loaded 70 of 71 tensors" in said[0]
 
 
-def test_one_replica_is_sharded_over_a_mesh_of_one_dimension(script, monkeypatch):
-    """With two dimensions, FSDP2 would also all-reduce each gradient within a group of one rank."""
-    module, args = script("train_FSDP")
-    found = []
-    shard = module.fully_shard
-    monkeypatch.setattr(module, "fully_shard", lambda *parts, mesh, **options: (
-        found.append((mesh.ndim, mesh.mesh_dim_names)), shard(*parts, mesh=mesh, **options))[1])
-    module.main(args)
-    assert set(found) == {(1, ("shard",))}
+def test_what_fsdp_is_asked_for(script, monkeypatch):
+    """One mesh dimension for one replica: with two, FSDP2 would also all-reduce each gradient in a group of one rank.
 
-
-def test_each_unit_sums_gradients_where_torch_can(script, monkeypatch):
-    """The units are the root and its blocks. A backend may average wrongly."""
-    module, args = script("train_FSDP")
-    asked, units, shard = [], [], module.fully_shard
+    Each unit, the root and its blocks, sums gradients where torch can: a backend's own average may be wrong. Under
+    --bf16, only the root returns float32: between blocks, nothing is cast up and down.
+    """
+    module, args = script("train_FSDP", "--bf16", "--model", "vit")
+    asked, units, seen, shard, criterion = [], [], [], module.fully_shard, module.criterion
     monkeypatch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda unit, wanted: asked.append(
         (unit, wanted)), raising=False)
-    monkeypatch.setattr(module, "fully_shard", lambda *parts, **options: (
-        units.append(parts[0]), shard(*parts, **options))[1])
-    module.main(args)
-    assert len(units) > 2 and asked == [(unit, True) for unit in units[-1:] + units[:-1]]
-
-
-def test_only_the_root_returns_float32(script, monkeypatch):
-    """Between blocks, --bf16 does not cast up and down."""
-    module, args = script("train_FSDP", "--bf16", "--model", "vit")
-    found, shard = [], module.fully_shard
-    monkeypatch.setattr(module, "fully_shard", lambda *parts, mp_policy, **options: (
-        found.append(mp_policy.output_dtype), shard(*parts, mp_policy=mp_policy, **options))[1])
-    seen = []
-    criterion = module.criterion
+    monkeypatch.setattr(module, "fully_shard", lambda unit, **options: (
+        units.append((unit, options)), shard(unit, **options))[1])
     monkeypatch.setattr(module, "criterion", lambda outputs, labels: (
         seen.append(outputs.dtype), criterion(outputs, labels))[1])
     module.main(args)
-    assert len(found) > 2 and found == [None] * (len(found) - 1) + [torch.float32] and set(seen) == {torch.float32}
+    found = [unit for unit, _ in units]
+    assert len(found) > 2 and asked == [(unit, True) for unit in found[-1:] + found[:-1]]
+    assert {options["mesh"].mesh_dim_names for _, options in units} == {("shard",)}
+    dtypes = [options["mp_policy"].output_dtype for _, options in units]
+    assert dtypes == [None] * (len(found) - 1) + [torch.float32] and set(seen) == {torch.float32}
 
 
 def test_the_average_has_the_statistics_that_rank_0_sent(script, tmp_path, monkeypatch):
@@ -285,15 +267,6 @@ def test_the_optimizer_has_the_settings_of_the_command(script, tmp_path):
     assert content["scheduler"]["_last_lr"] == pytest.approx([0.5 * 0.2 * 4 / 128] * 2)
 
 
-def test_a_folder_that_a_run_writes_to_can_be_measured(script, tmp_path, capsys):
-    torch.save(models.create_model("cnn", 10, (1, 28, 28)).state_dict(), tmp_path / "weights.pt")
-    module, args = script("train", "--evaluate", "--weights", tmp_path / "weights.pt")
-    holder = hold(tmp_path, f"{checkpoint.socket.gethostname()} 1\n")
-    module.main(args)
-    assert "top5" in capsys.readouterr().out
-    holder.communicate("")
-
-
 def test_the_group_has_the_timeout_of_the_command(script):
     script("train_DDP", "--timeout", "77")
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -335,13 +308,6 @@ def test_the_forward_pass_alone_has_the_precision_asked_for(script, precision, d
     module.main(args)
     hook.remove()
     assert seen == {(True, dtype), (False, torch.float32)}
-
-
-def events(module, args, name):
-    """Return how often torch's profiler recorded `name` in a run."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        module.main(args)
-    return sum(event.name == name for event in profile.events())
 
 
 def test_micro_batches_send_no_more_than_a_whole_batch(script):
