@@ -69,6 +69,22 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Trunk(nn.Module):
+    """All layers but the last: tokens `int64` (N, T) to (N, T, width)."""
+
+    def __init__(self, size: Size, vocabulary: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, size.width)
+        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, 1e-5)
+
+    def forward(self, tokens: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for block in self.layers:
+            x = block(x, turns, mask)
+        return self.norm(x)
+
+
 class GPT(nn.Module):
     """Tokens `int64` (N, T) to logits (N, T, vocabulary) of the next tokens.
 
@@ -78,10 +94,7 @@ class GPT(nn.Module):
 
     def __init__(self, size: Size, vocabulary: int, end: int | None = None) -> None:
         super().__init__()
-        self.size, self.end = size, end
-        self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(vocabulary, size.width),
-            "layers": nn.ModuleList(Block(size) for _ in range(size.layers)), "norm": nn.RMSNorm(size.width, 1e-5)})
+        self.size, self.end, self.model = size, end, Trunk(size, vocabulary)
         self.lm_head = None if size.tied else nn.Linear(size.width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
@@ -89,13 +102,10 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers if adds else 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.model["embed_tokens"](tokens)
-        turns = self.turns(torch.arange(tokens.shape[1], device=tokens.device), x.dtype)
+        last = (self.lm_head or self.model.embed_tokens).weight
+        turns = self.turns(torch.arange(tokens.shape[1], device=tokens.device), last.dtype)
         mask = None if self.end is None else same_document(tokens, self.end)
-        for block in self.model["layers"]:
-            x = block(x, turns, mask)
-        last = self.model["embed_tokens"].weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(self.model["norm"](x), last)
+        return F.linear(self.model(tokens, turns, mask), last)
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the cosines and sines, (2, T, width of a head / 2), by which the `positions` (T,) turn a head."""

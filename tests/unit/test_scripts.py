@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_yours import EDITS, put_in
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import profile
 
