@@ -4,13 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import FROM_ROOT, PROGRAMS, ROOT
 
 import verify
 from verify.comparing import Failure, printed_differ
-from verify.explaining import REMEDIES, Difference
+from verify.explaining import REMEDIES, Difference, first_module, learning_rate
 from verify.records import Row, Run, match
 from verify.watching import new_order, watch
 
@@ -25,9 +26,10 @@ CAUSES = {
     "equal rows by hand": "samples", "cut by hand, summed again": "group-scale",
     "parts of a gradient": "partial", "detached loss": "no-gradient", "one layer doubled": "group-scale",
     "mean without backward": "no-backward", "average on rank 0": "buffers", "buffer of a share": "buffers",
-    "gradient flipped": "unknown", "gradients reset": "reset"}
+    "gradient flipped": "unknown", "gradients reset": "reset", "other values": "samples",
+    "order of one process": "samples", "owned by ranks, not sent": "optimizer"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
-         "decay of ranks": 2}
+         "decay of ranks": 2, "owned by ranks, not sent": 2}
 
 WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm": None, "weights of each rank": "start",
            "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch",
@@ -50,11 +52,13 @@ def test_every_cause_has_a_mistake_that_shows_it():
     assert {*CAUSES.values(), "metric", "forward"} == set(REMEDIES)  # the command line decides on the last one
 
 
-@pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "cut by hand", "average"])
+@pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
+                                 "batchnorm at rest", "cut by hand", "cut by hand, packed", "cut by hand, replicated"])
 def test_two_ranks_train_the_model_of_one(records, way):
-    one = "right" if "cut" in way else way
-    report = verify.compare(records / f"{one} on 1", records / f"{way} on 2")
-    assert (report["verdict"], report["steps"], report["ranks"]) == ("same", [12, 12], [1, 2])
+    one = "right" if "cut" in way or "owned" in way else way
+    ranks = 4 if "replicated" in way else 2
+    report = verify.compare(records / f"{one} on 1", records / f"{way} on {ranks}")
+    assert (report["verdict"], report["steps"], report["ranks"]) == ("same", [12, 12], [1, ranks])
     assert 0 < report["difference"] < 1e-12
 
 
@@ -80,6 +84,31 @@ def test_ranks_that_differ_alike_in_two_runs_of_a_command_are_reproducible(recor
 def test_the_samples_of_a_loop_without_a_loader_are_the_inputs_of_the_model(records):
     report = verify.compare(records / "equal rows by hand on 1", records / "equal rows by hand on 2")
     assert "every rank reads the same samples" in report["message"]
+
+
+@pytest.mark.parametrize(("mistake", "said"), [
+    ("other values", "the same samples have other values"), ("order of one process", "B shuffles"),
+    ("no sampler", "every rank reads the same samples")])
+def test_the_answer_says_how_samples_differ(records, mistake, said):
+    one = records / f"{mistake} on 1"
+    one = one if one.exists() else records / "right on 1"
+    assert said in verify.compare(one, records / f"{mistake} on 2")["message"]
+
+
+def test_a_draw_is_named_and_a_slice_is_not_taken_for_an_output_that_differs(records):
+    run = {way: Run.read(records / way, way) for way in ("right on 1", "functional dropout on 2", "cut by hand on 2")}
+    sites = {way: found.at(0)[0][0]["sites"] for way, found in run.items()}
+    assert re.fullmatch(r"mistakes\.py:\d+", *sites.pop("functional dropout on 2")) and not any(sites.values())
+    assert first_module(run["right on 1"], run["cut by hand on 2"], 0) is None
+
+
+def test_a_schedule_that_runs_twice_as_fast_is_named():
+    runs = [Run(label, [(0, [{"event": "step", "flags": [], "samples": [],
+                              "rows": [["w", [2], [1.0] * 3, [rate], [1.0] * 3, [1.0] * 3]]} for rate in rates])])
+            for label, rates in (("A", [6e-5, 5e-5, 4e-5, 3e-5, 2e-5, 1e-5]), ("B", [6e-5, 4e-5, 2e-5, 0, 0, 0]))]
+    pairs = list(zip(*[run.at(1)[1] for run in runs]))
+    it = SimpleNamespace(a=runs[0], b=runs[1], step=1, column="rate", pairs=pairs)
+    assert "the schedule of B runs 2 times as fast" in learning_rate(it)
 
 
 def test_the_order_of_the_commands_does_not_matter(records):
@@ -159,7 +188,7 @@ def test_a_mistake_that_one_run_shows_is_found_without_another(records):
 def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
     step = {"event": "step", "samples": [1.0, 2.0], "batches": 1, "loss": 1.0, "clips": [], "flags": [], "resting": 0,
-            "held": [], "outputs": []}
+            "held": [], "outputs": [], "labels": [], "size": 2}
     zero = [[0.0] * 3]
     return Run(label, [(rank, [{**step, "rows": [[name, shape, *(more or zero)[:1], [0.1], *(more[1:] or zero * 2)]
                                                  for name, shape, *more in rows]}])
@@ -185,12 +214,6 @@ def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path
         (tmp_path / f"0-{number}.jsonl").write_text(next((records / "right on 1").glob("*.jsonl")).read_text())
     report = verify.compare(records / "right on 1", tmp_path)
     assert report["verdict"] == "not comparable" and "command B restarted" in report["message"]
-
-
-def test_stages_of_a_pipeline_are_not_slices():
-    a, b = made("A", [("weight", [2, 2])], [("weight", [2])]), made("B", [("weight", [2, 4])])
-    a.join(b)
-    assert [step["rows"][0].shape for step, in a.ranks.values()] == [[2, 2], [2]]
 
 
 @pytest.mark.parametrize(("shuffled", "cause"), [(True, "set-epoch"), (False, None)])

@@ -29,9 +29,9 @@ different order; all parameters change and stay finite.
 
 The commands must start from scratch with fixed seeds, and neither may read what the other one writes. No rank may
 restart. The hook does not see steps in a CUDA graph, optimizers that do not derive from torch.optim.Optimizer, or
-Python with `-E`, `-I` or `-S`. It gathers DTensors, and matches pipeline stages by their initial weights. It joins
-equal slices of a tensor on consecutive ranks if the other command has the full tensor. It cannot match the flat
-parameters of FSDP1. The cause that it names is an informed guess.
+Python with `-E`, `-I` or `-S`. It gathers DTensors. By their initial weights, it matches pipeline stages, and parts of
+tensors that the other command has as a whole. It cannot match the flat parameters of FSDP1. The cause that it names is
+an informed guess.
 """
 from .comparing import compare
 from .recording import Recorder

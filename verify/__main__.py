@@ -16,29 +16,36 @@ from .running import printed, record
 from .watching import watch
 
 
-def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=()):
+def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), resting=()):
     """Run two commands and return the report; if float64 does not suffice, run them again in their own precision."""
-    def run(commands, steps, **options):
-        folders, failed = [Path(tempfile.mkdtemp(dir=folder)) for _ in commands], []
-        for command, own in zip(commands, folders):
-            failed.append(record(command, own, timeout, steps=steps, **options))
+    def run(commands, steps, whole="", **options):
+        folders, failed = [], []
+        for command in commands:
+            folders.append(Path(tempfile.mkdtemp(dir=folder)))
+            failed.append(record(command, folders[-1], timeout, steps=steps, whole=whole, resting=resting, **options))
+            whole = whole or str(folders[0])
             remove(fresh)
         return folders, failed
 
-    def judge(folders, failed, native):
-        return compare(*folders, native, failed, printed=[printed(folder) for folder in folders], cut=bool(steps))
+    def judge(folders, failed, native, calm=False):
+        return compare(*folders, native, failed, False, [printed(folder) for folder in folders], bool(steps), calm)
 
-    native, why = False, ""
+    native, why, whole = False, "", ""
     folders, failed = run(commands, steps)
     report = judge(folders, failed, native)
+    if report["cause"] in ("start", "unknown") and report["step"] == 1 < report["ranks"][0]:
+        whole = str(folders[1])  # A may hold parts of what B holds
+        folders[:1], failed[:1] = run(commands[:1], steps, whole)
+        report = judge(folders, failed, native)
     differs = report["verdict"] == "different"
     broken = any(failed) and not differs and not any(failure and failure.hung for failure in failed)
-    exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers", "metric")
+    exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers", "metric") or (
+        report["cause"], report["column"]) == ("clip", "grad")
     low = differs and (report["difference"] or 1) < 1e-5 and not exact
     if {*report["dtypes"]} - {"torch.float64"} or broken or low:
         why = next((failure.said.splitlines() or [failure.why] for failure in failed if failure), [""])[-1] * broken
         native = True
-        folders, failed = run(commands, steps, native=True)
+        folders, failed = run(commands, steps, whole, native=True)
         report = judge(folders, failed, native)
     for label, failure in zip("AB", failed):
         if failure and report["verdict"] != "different":
@@ -46,14 +53,21 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=()):
     if why:
         report["message"] += f"\nin float64, a command failed, so both ran in their own precision: {why}"
     if twice or report["cause"] in ("start", "samples", "random", "unknown"):
-        again, _ = run(commands[:1], report["step"] or steps, native=native)
+        again, _ = run(commands[:1], report["step"] or steps, whole, native=native)
         own = compare(folders[0], *again, native, again=True)
         if own["parameter"]:
             return refuse(report, f"two runs of command A differ at step {own['step']}: set its seeds", own["step"])
     if report["cause"] in ("random", "unknown", "no-backward", "uneven-mean") and report["column"] == "grad":
         last = report["step"]
-        folders, _ = run(commands, last, native=native, outputs_at=last)
-        module = first_module(*[Run.read(folder, label) for folder, label in zip(folders, "AB")], last - 1)
+        shown, _ = run(commands, last, whole, native=native, outputs_at=last)
+        runs = [Run.read(folder, label) for folder, label in zip(shown, "AB")]
+        sites = [site for found in runs for state in (found.at(last - 1)[0] if found.length >= last else ())
+                 for site in state["sites"]]
+        module = first_module(*runs, last - 1)
+        if report["cause"] == "random" and not sites:
+            report = judge(folders, failed, native, calm=True)
+        elif report["cause"] == "random":
+            report["message"] += f"\nthe first draw is in {sites[0]}"
         if module and report["cause"] in ("uneven-mean", "unknown"):
             report |= {"cause": "forward", "message": f"the output of {module} differs: {REMEDIES['forward']}"}
         elif module is not None:
@@ -108,6 +122,8 @@ def main():
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for each run (default: 600)")
     parser.add_argument("--fresh", nargs="+", default=[], type=Path, metavar="PATH", action="extend",
                         help="delete these outputs of the commands after each run")
+    parser.add_argument("--eval-mode", type=lambda text: text.split(","), default=(), metavar="CLASS,...", help="keep "
+                        "modules whose class name contains a word, such as Dropout, in evaluation mode in both runs")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the difference at each step")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.error = lambda message: parser.exit(2, f"verify: {message}; see --help\n")
@@ -134,7 +150,7 @@ def main():
             report = watch(folder, failure)
             show_watch(report, *commands)
         else:
-            report = verify(commands, folder, args.steps, args.timeout, args.twice, args.fresh)
+            report = verify(commands, folder, args.steps, args.timeout, args.twice, args.fresh, args.eval_mode)
             values = report.pop("series")
             show(report, commands)
             if args.plot:

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from .explaining import REMEDIES, Difference, ranks_differ
-from .records import Run, gap, match, worst
+from .records import Run, apart, match, worst
 
 
 class Limits(NamedTuple):
@@ -16,6 +16,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}
+KEPT = ("buffer", "average")  # what must be the same in both runs
 METRICS = set("acc accuracy ap auc bits bleu bpb dice err error f1 iou loss losses mae map miou mse norm perplexity "
               "ppl precision psnr recall rmse rouge score ssim top1 top5".split())
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -34,15 +35,14 @@ class Failure(NamedTuple):
         return "\n".join(filter(None, [self.why, self.said]))
 
 
-def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False):
+def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False,
+            calm=False):
     """Compare the records of two commands, or of two runs of one command (`again`), and return the report.
 
-    `failed` has a Failure or None for each command, and `printed` its output. `cut` is true if a limit ended the runs.
+    `failed` has a Failure or None for each command, and `printed` its output. `cut` is true if a limit ended the runs,
+    and `calm` if they draw no random numbers.
     """
-    return compare_runs(Run.read(folder_a, "A"), Run.read(folder_b, "B"), native, failed, again, printed, cut)
-
-
-def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False):
+    a, b = Run.read(folder_a, "A"), Run.read(folder_b, "B")
     sixteen = native and {"torch.float16", "torch.bfloat16"} & (a.flags | b.flags)
     limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
     report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
@@ -58,8 +58,10 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         if not any(run.ranks.values()) or run.doubled:
             reason = "restarted, or its processes did not join one group" if run.doubled else "took no optimizer step"
             return refuse(report, f"command {run.label} {reason}")
-    a.join(b)
-    b.join(a)
+    for state in (state for run in (a, b) for steps in run.ranks.values() for state in steps):
+        state["flags"] = {*state["flags"]} - {"random"} if calm else state["flags"]
+    a.join()
+    b.join()
     answer = None
     for step in range(min(a.length, b.length)):
         limit = min(max(limits.low, 1000 * report["difference"]), limits.high)
@@ -85,6 +87,9 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
             return refuse(report, f"both models hold NaN or infinity after step {step + 1}")
     if answer:
         return different(*answer)
+    rows = (row for run in (a, b) for step in range(run.length) for row in run.at(step)[1])
+    if report["series"] and not any(row.grad[0] or row.value != row.start for row in rows):
+        return refuse(report, "all gradients are zero, so nothing is trained: look at the loss and the optimizer")
     for run, failure in zip((a, b), failed):
         if failure and failure.training:
             continue
@@ -111,21 +116,13 @@ def held_differ(a, b, limit, again=False):
 
     Return (evidence, step, name, difference) or None. Tensors are compared if their names and shapes are equal.
     """
-    for number, (left, right) in enumerate(zip(a.held(), b.held())):
-        theirs = {(name, str(shape)): digest for name, shape, digest in right}
-        for name, shape, digest in left:
-            other = theirs.get((name, str(shape)))
-            if other and gap(digest, other, 1e-12) > limit:
-                return (f"{name} differs between A and B, though all parameters are the same", max(number - 1, 0), name,
-                        gap(digest, other, 1e-12))
-    for run in () if again else (a, b):
-        for number, states in enumerate(zip(*run.ranks.values())):
-            for rank, state in zip(run.ranks, states):
-                for (name, shape, digest), (other, its, value) in zip(states[0]["held"], state["held"]):
-                    if name.startswith("average of") and (name, shape) == (other, its) and \
-                            gap(digest, value, 1e-12) > limit:
-                        return (f"{name} differs between ranks 0 and {rank} of {run.label}", max(number - 1, 0), name,
-                                gap(digest, value, 1e-12))
+    pairs = [("differs between A and B, though all parameters are the same", a.held(), b.held(), KEPT)]
+    pairs += [(f"differs between ranks 0 and {rank} of {run.label}", *([step["held"] for step in steps] for steps in (
+        next(iter(run.ranks.values())), run.ranks[rank])), "average of") for run in (a, b) for rank in [*run.ranks][1:]]
+    for where, left, right, kind in pairs[:1 if again else None]:
+        for number, held in enumerate(zip(left, right)):
+            if found := apart(*held, limit, kind):
+                return f"{found[0]} {where}", max(number - 1, 0), *found
     return None
 
 

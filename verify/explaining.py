@@ -1,9 +1,10 @@
 """The causes of a difference: rules, in the order in which they are tried, and a remedy for each cause."""
 import math
+from collections import Counter
 from fractions import Fraction
 from functools import cached_property
 
-from .records import equal, worst
+from .records import apart, equal, gap, worst
 
 REMEDIES = {
     "start": "set the same seed on every rank before you create the model, and wrap the model in DDP",
@@ -20,21 +21,27 @@ REMEDIES = {
                    "optimizer has tensors that are not the model's",
     "reset": "call zero_grad() only before the first micro-batch of a step, not before each one",
     "no-backward": "a collective in the loss, such as dist.all_reduce or dist.all_gather, has no backward pass: use a "
-                   "differentiable one, or reduce only numbers that need no gradient",
-    "learning-rate": "compare the learning rates, how they scale with the batch size, and the schedulers (pitfall D6)",
+                   "differentiable one, or reduce only numbers that need no gradient; compute a ratio, such as Dice or "
+                   "IoU, from sums over all ranks that pass gradients back",
+    "learning-rate": "compare the learning rates, how they scale with the batch size, and the schedulers: when they "
+                     "step, and how many steps they expect (pitfall D6)",
     "batch-size": "divide the batch size by the number of processes; compare drop_last and epochs (pitfall D6)",
     "samples": "give each rank its own share, as DistributedSampler does; compare seed, shuffle and drop_last; make "
-               "random augmentation depend on (seed, epoch, index), not on the worker, and remember that "
+               "random augmentation depend on (seed, epoch, index), not on num_workers or the worker; "
                "persistent_workers keep the dataset of the first epoch (pitfall D3)",
     "evaluation": "call model.eval() before an evaluation and model.train() after it (pitfall E1)",
-    "batchnorm": "BatchNorm normalizes each process's share separately: use SyncBatchNorm, or accept the difference",
+    "batchnorm": "BatchNorm normalizes each process's share separately: use SyncBatchNorm, or accept the difference "
+                 "and compare the rest with --eval-mode BatchNorm",
     "forward": "compare what this module computes on each rank: positions, masks, slices, gathered inputs",
     "uneven-mean": "divide the sum of the losses by the total count of all ranks and micro-batches, not each sum by "
-                   "its own count",
-    "optimizer": "compare the optimizers, their settings, and any other code that changes the weights",
+                   "its own count; compute a ratio, such as Dice or IoU, from sums over all ranks that pass gradients "
+                   "back",
+    "optimizer": "compare the optimizers, their settings, and any other code that changes the weights or sends them to "
+                 "other ranks",
     "rank-stops": "let all ranks decide from the same reduced value when to stop (pitfall P14)",
-    "clip": "clip once per step, by the norm of the full gradient, after it is averaged and unscaled (pitfall P6)",
-    "random": "set dropout to 0 to compare the rest; make random draws depend on the sample, not the rank (pitfall D3)",
+    "clip": "clip once per step, by the norm of the full gradient, after it is averaged and unscaled",
+    "random": "compare the rest with --eval-mode Dropout, or set dropout to 0; make other draws depend on the sample, "
+              "not on the rank (pitfall D3)",
     "buffers": "reduce or broadcast the model's buffers, and update averages of the weights on every rank",
     "metric": "unless it is meant to cover only one process's samples, reduce sums and counts over all ranks, with "
               "each sample once, before you divide and print (pitfall D2)",
@@ -47,11 +54,16 @@ class Difference:
     def __init__(self, a, b, step, column, pairs):
         self.a, self.b, self.step, self.column, self.pairs = a, b, step, column, pairs
         (self.left, _, self.ours), (self.right, _, self.theirs) = a.at(step), b.at(step)
-        for run, other in ((self.left, self.theirs), (self.right, self.ours)):  # tensor and pipeline parallelism:
-            if len(run) > 1 and other and all(equal(sorted(state["samples"]), other) for state in run):
-                self.ours = self.theirs = other  # each rank reads all samples
+        counts = len(self.ours), len(self.theirs)
+        self.ours, self.theirs = read_once(a, step, counts[1]), read_once(b, step, counts[0])
+        sizes = [{state["size"] for state in states} for states in (self.left, self.right)]
+        if len(self.ours) != len(self.theirs) and sizes[0] != sizes[1]:
+            self.theirs = self.ours  # context parallelism: inputs of the model that are parts of a sample
         self.split = (len(self.left), self.left[0]["batches"]) != (len(self.right), self.right[0]["batches"])
-        self.losses = [sum(state["loss"] for state in states) / len(states) for states in (self.left, self.right)]
+        one, two = [sum(state["loss"] for state in states) for states in (self.left, self.right)]
+        means = [one / len(self.left), two / len(self.right)]
+        self.losses = next((pair for pair in ([one, means[1]], [means[0], two])  # ranks have parts of one sum
+                            if math.isclose(*pair)), means)
         self.flags = {flag for state in self.left + self.right for flag in state["flags"]}
 
     @cached_property
@@ -59,7 +71,8 @@ class Difference:
         """The factor by which all gradients of B exceed those of A, or None if there is no single factor."""
         one, two = max(self.pairs, key=lambda pair: pair[0].grad[0])
         factor = two.grad[0] / (one.grad[0] or math.nan)
-        if self.column == "grad" and factor > 0 and worst(multiply(self.pairs, factor), "grad")[0] < 1e-6:
+        bound = min(1e-6, 1e-3 * abs(factor - 1))
+        if self.column == "grad" and factor > 0 and worst(multiply(self.pairs, factor), "grad")[0] < bound:
             return factor
         return None
 
@@ -71,8 +84,18 @@ class Difference:
         """Return the likely cause, and the evidence for it."""
         for cause, rule in RULES:
             if evidence := rule(self):
-                return cause, evidence
+                return evidence if isinstance(evidence, tuple) else (cause, evidence)
         raise AssertionError("the last rule always holds")
+
+
+def read_once(run, step, count):
+    """Return a step's samples, sorted, without those that several ranks read if `count` are left, as they must.
+
+    In tensor and pipeline parallelism, each rank of a group reads all samples.
+    """
+    states, _, samples = run.at(step)
+    once = sorted(sum({str(state["samples"]): state["samples"] for state in states}.values(), []))
+    return once if len(once) == count else samples
 
 
 def multiply(pairs, factor):
@@ -98,6 +121,11 @@ def learning_rate(it):
              for pair in zip(it.a.at(step)[0][0]["rows"], it.b.at(step)[0][0]["rows"]) if pair[0].name == one.name]
     if later and all(math.isclose(y.rate[0], ratio * x.rate[0], rel_tol=1e-6) for x, y in later):
         since += f", {ratio:.6g} times as much in all {len(later)} steps from here"
+    slow, fast = [[row.rate[0] / max(one.rate + two.rate) for state in next(iter(run.ranks.values()))
+                   for row in state["rows"] if row.name == one.name] for run in (it.a, it.b)]
+    paces = [(pace, run.label) for pace in range(2, 9) for run, long, short in ((it.b, slow, fast), (it.a, fast, slow))
+             if len({*short}) > 2 and len(long) > 2 * pace and equal(short[:len(long[::pace])], long[::pace])]
+    since += f"; the schedule of {paces[0][1]} runs {paces[0][0]} times as fast" if paces else ""
     return f"the rate is {one.rate[0]:g} in {it.a.label} and {two.rate[0]:g} in {it.b.label}{since}"
 
 
@@ -117,8 +145,9 @@ def evaluation(it):
 
 
 def clip(it):
-    if it.factor and abs(it.factor - Fraction(it.factor).limit_denominator(16)) > 1e-6 and math.isclose(*it.losses):
-        return f"all gradients of {it.b.label} are {it.factor:.6g} times those of {it.a.label}, after equal losses"
+    plain = it.factor and Fraction(it.factor).limit_denominator(16)
+    if it.factor and (plain == 1 or abs(it.factor - plain) > 1e-6) and math.isclose(*it.losses):
+        return f"all gradients of {it.b.label} are {it.factor:.9g} times those of {it.a.label}, after equal losses"
     norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (it.left, it.right)]
     whole = it.factor and min(abs(max(it.factor, 1 / it.factor) - n) for n in range(2, 65)) < 1e-4
     return (not whole or math.isclose(*norms, rel_tol=1e-6)) and clipped(it.a, it.b, it.left, it.right)
@@ -133,8 +162,10 @@ def clipped(a, b, left, right):
         if not math.isclose(one[0], two[0], rel_tol=1e-6):
             return f"two ranks clip different norms, {one[0]:.4g} and {two[0]:.4g}"
     for one, two in zip(left[0], right[0]):
-        if one[1] != two[1] or max(one[0], two[0]) > 100 * min(one[0], two[0]):
-            return f"{a.label} clips a norm of {one[0]:.4g} to {one[1]:g}, {b.label} {two[0]:.4g} to {two[1]:g}"
+        scaled = max(one[0], two[0]) > 100 * min(one[0], two[0])
+        if one[1] != two[1] or scaled:
+            return (f"{a.label} clips a norm of {one[0]:.4g} to {one[1]:g}, {b.label} {two[0]:.4g} to {two[1]:g}"
+                    + ", which is still scaled (pitfall P6)" * scaled)
     return None
 
 
@@ -175,25 +206,76 @@ def set_epoch(it):
         return None
     for run, mine, other in ((it.b, it.theirs, it.a), (it.a, it.ours, it.b)):
         for again in {*range(min(it.a.length, it.b.length))} - {it.step}:
-            if equal(run.at(again)[2], mine) and not equal(other.at(again)[2], other.at(it.step)[2]):
-                return f"{run.label} reads the same samples in steps {it.step + 1} and {again + 1}"
+            if equal(read_once(run, again, len(mine)), mine) and \
+                    not equal(other.at(again)[2], other.at(it.step)[2]):
+                fact = f"{run.label} reads the same samples in steps {it.step + 1} and {again + 1}"
+                one, two = sampler(run), sampler(other)
+                if one != two and "set_epoch" in two:  # Lightning replaces a sampler that does not shuffle by this one
+                    fact += f" ({one}), {other.label} shuffles ({two})"
+                return fact if "set_epoch" in one else ("samples", fact)
     return None
+
+
+def sampler(run):
+    return next((event["sampler"] for events in run.events.values() for event in events if event["event"] == "epoch"),
+                "")
 
 
 def samples(it):
     if not it.ours or not it.theirs or equal(it.ours, it.theirs):
         return None
-    if any(equal(sorted(states[0]["samples"]), sorted(state["samples"]))
-           for states in (it.left, it.right) for state in states[1:]):
+    if any(equal(sorted(states[0]["samples"]), sorted(state["samples"])) for states, mine in (
+            (it.left, it.ours), (it.right, it.theirs)) for state in states[1:] if len(state["samples"]) < len(mine)):
         return "every rank reads the same samples"
+    steps = range(min(it.a.length, it.b.length))
+    one, two = [Counter(f"{value:.6g}" for step in steps for value in run.at(step)[2]) for run in (it.a, it.b)]
+    labels = [[sorted(label for state in run.at(step)[0] for label in state["labels"]) for step in steps]
+              for run in (it.a, it.b)]
     common = len({f"{value:.6g}" for value in it.ours} & {f"{value:.6g}" for value in it.theirs})
-    return f"{common} of the step's {len(it.ours)} samples are in both runs"
+    fact = f"{common} of the step's {len(it.ours)} samples are in both runs"
+    if one == two:
+        return f"{fact}; all steps together read the same samples, in another order"
+    if any(map(any, labels[0])) and all(map(equal, *labels)):
+        return f"{fact}; the labels agree in all steps, so the same samples have other values"
+    return fact + ", and no other step has a common one: the values may differ, too" * (not one & two)
 
 
 def no_backward(it):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
     if it.ours and it.theirs and len(it.left) != len(it.right) and math.isclose(*it.losses, rel_tol=1e-9):
         return f"equal samples and equal mean losses, {it.losses[0]:.9g}, but different gradients"
+    return None
+
+
+def old_weight(it):
+    """A rank computes with an old weight, which the optimizer of another rank has changed."""
+    for run, states in ((it.a, it.left), (it.b, it.right)):
+        new = {f"weight {row.name}": row.value for row in run.at(it.step - 1)[1]} if it.step else {}
+        for rank, state in zip(run.ranks, states):
+            for name, _, digest in state["held"]:
+                if name in new and gap(digest, new[name]) > 1e-6:
+                    return f"rank {rank} of {run.label} computes with another {name} than the rank that updated it"
+    return None
+
+
+def buffers(it):
+    """Something that the model keeps differs, and the losses follow from it."""
+    for run, states in ((it.a, it.left), (it.b, it.right)):
+        for rank, state in zip(run.ranks, states):
+            found = apart(it.left[0]["held"], state["held"], 1e-6, ("buffer", "average", "other"))
+            if found and not math.isclose(*it.losses):
+                return f"{found[0]} on rank {rank} of {run.label} is another one than on rank 0 of {it.a.label}"
+    return None
+
+
+def forward(it):
+    """Each rank has the whole batch, because all have its loss, or all have parts of the tensors."""
+    for run, states in ((it.a, it.left), (it.b, it.right)):
+        alone = all(equal(state["samples"], states[0]["samples"]) for state in states)
+        losses = [state["loss"] for state in states]
+        whole = run.cut == len(losses) or math.isclose(min(losses), max(losses))
+        if len(losses) > 1 and alone and whole and not math.isclose(*it.losses):
+            return f"each rank of {run.label} computes the whole loss; {mean_losses(it)}"
     return None
 
 
@@ -210,12 +292,13 @@ def mean_losses(it):
 
 RULES = [
     ("start", start), ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
-    ("evaluation", evaluation), ("clip", clip), ("scale", scale), ("no-gradient", no_gradient),
-    ("group-scale", group_scale), ("set-epoch", set_epoch), ("samples", samples),
+    ("evaluation", evaluation), ("optimizer", old_weight), ("clip", clip), ("scale", scale),
+    ("no-gradient", no_gradient), ("group-scale", group_scale), ("set-epoch", set_epoch), ("samples", samples),
     ("reset", lambda it: "reset" in it.b.flags ^ it.a.flags and "gradients are zero before a later micro-batch"),
     ("batchnorm", lambda it: it.split and "batchnorm" in it.flags and mean_losses(it)), ("no-backward", no_backward),
-    ("random", lambda it: "random" in it.flags and mean_losses(it)), ("uneven-mean", uneven_mean),
-    ("evaluation", lambda it: "evaluated" in it.flags and mean_losses(it)), ("unknown", mean_losses)]
+    ("buffers", buffers), ("random", lambda it: "random" in it.flags and mean_losses(it)), ("forward", forward),
+    ("uneven-mean", uneven_mean), ("evaluation", lambda it: "evaluated" in it.flags and mean_losses(it)),
+    ("unknown", mean_losses)]
 
 
 def ranks_differ(run, step, columns, limit, other=None, skipped=()):
@@ -227,7 +310,11 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     states = run.at(step)[0]
     for rank, state in zip(run.ranks, states):
         pairs = [pair for number, pair in enumerate(zip(states[0]["rows"], state["rows"])) if number not in skipped]
-        for column in columns if all(one[:2] == two[:2] for one, two in pairs) else ():  # stages of a pipeline differ
+        if any(one[:2] != two[:2] for one, two in pairs):
+            continue  # stages of a pipeline
+        if other and not all(equal(one.start, two.start) for one, two in pairs):
+            pairs = replicas(pairs, other.at(step)[1])
+        for column in columns:
             difference, name = worst(pairs, column)
             if difference > limit:
                 cause, what = {"start": ("start", "initial weights"), "rate": ("rank-lr", "learning rates"),
@@ -240,13 +327,30 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     return None
 
 
+def replicas(pairs, others):
+    """Return the pairs of rows of two ranks that are one tensor, if all rows are tensors of the other run.
+
+    Otherwise, return all pairs. Ranks with other tensors of the model are stages of a pipeline, or have other experts.
+    """
+    counts = [sum(two.shape == row.shape and equal(two.start, row.start) for row in others) for _, two in pairs]
+    if not all(counts):
+        return pairs
+    return [pair for pair, count in zip(pairs, counts) if equal(pair[0].start, pair[1].start) and count == 1]
+
+
 def parts_of(states, rows):
-    """Return whether a gradient that differs between the ranks sums to the gradient of the other run, in `rows`."""
-    found = []
-    for whole, *parts in zip(rows, *[state["rows"] for state in states]):
-        if any(worst([(parts[0], part)], "grad")[0] > 1e-6 for part in parts):
-            found.append(equal([sum(part.grad[k] for part in parts) for k in (1, 2)], whole.grad[1:]))
-    return len(rows) == len(states[0]["rows"]) and any(found)
+    """Return whether a gradient that differs between the ranks adds up to that of the other run, in `rows`."""
+    if len(rows) != len(states[0]["rows"]):
+        rows = [next((row for row in rows if row[:2] == own[:2]), own) for own in states[0]["rows"]]
+    found, groups = [], [*zip(rows, *[state["rows"] for state in states])]
+    moved = [any(worst([(parts[0], part)], "grad")[0] > 1e-6 for part in parts) for _, *parts in groups]
+    _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # of clipping
+                     for (whole, *parts), differs in zip(groups, moved) if not differs), default=(0, 1))
+    for (whole, *parts), differs in zip(groups, moved):
+        if differs:
+            sums = [sum(part.grad[k] for part in parts) for k in (1, 2)]
+            found.append(equal(sums, whole.grad[1:]) or equal(sums, [factor * value for value in whole.grad[1:]]))
+    return any(found)
 
 
 def proportional(pairs):
@@ -258,27 +362,28 @@ def proportional(pairs):
 def first_module(a, b, step):
     """Return the first module whose outputs differ in a step, "" if none differs, or None if this is not known.
 
-    Both runs must have recorded the outputs. Outputs agree if their sums over ranks and micro-batches are equal, or if
-    each rank has all of them and these are equal.
+    Both runs must have recorded the outputs. They are equal if their sums over ranks and micro-batches are, or if each
+    rank has all of them. Outputs of another width are left out: they are slices.
     """
     if min(a.length, b.length) <= step:
         return None
     left, right = ([state["outputs"] for state in run.at(step)[0]] for run in (a, b))
     ours, theirs = sums(left), sums(right)
     alone = [sums([outputs]) for outputs in (left[0], right[0])]
-    shared = [name for name, *_ in left[0] if name in theirs]  # in the order of the forward pass
-    for name in dict.fromkeys(shared):
+    shared = [name for name in alone[0] if name in theirs]  # in the order of the forward pass
+    for name in shared:
         pairs = [(ours[name], theirs[name]), (alone[0][name], alone[1].get(name, [])),
                  (ours[name], alone[1].get(name, []))]
         pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # other sizes: padded differently
         if pairs and not any(equal(*pair) for pair in pairs):
-            return name
+            return name[0]
     return "" if shared else None
 
 
 def sums(outputs):
-    """Return {module: the sums over ranks and micro-batches of the numbers recorded for its outputs}."""
+    """Return {(module, width): the sums of its outputs' numbers over ranks and micro-batches}."""
     found = {}
-    for name, *numbers in (item for items in outputs for item in items):
-        found[name] = [x + y for x, y in zip(found.get(name, [0, 0, 0]), numbers)]
+    for name, width, *numbers in (item for items in outputs for item in items):
+        key = (name, *width)
+        found[key] = [x + y for x, y in zip(found.get(key, [0, 0, 0]), numbers)]
     return found

@@ -5,6 +5,7 @@ data has ended), "end" (the program has ended) or "failed". A step has one row f
 digest, learning rate, and digests of its gradient and its new value. `held` lists what no optimizer changes: buffers,
 and averages of the weights. A digest is the norm of a tensor and two projections of it.
 """
+import collections
 import functools
 import gc
 import json
@@ -13,20 +14,35 @@ import os
 import sys
 import time
 import weakref
+from typing import NamedTuple
 
 FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, for each axis of a tensor
+
+
+class Part(NamedTuple):
+    """Which rows of a tensor along an axis lie at which places in a tensor of another command, of `total` rows."""
+
+    axis: int
+    rows: tuple
+    places: tuple
+    total: int
 
 
 class Recorder:
     """Runs in each process of a command, and writes a line of JSON for each optimizer step."""
 
-    def __init__(self, folder, native=False, steps=0, outputs_at=0):
-        """Record to `folder`, at most `steps` steps (0: all), and the outputs of all modules in step `outputs_at`."""
+    def __init__(self, folder, native=False, steps=0, outputs_at=0, whole=None, resting=()):
+        """Record in `folder`, up to `steps` steps if not 0; in step `outputs_at`, also all modules' outputs and draws.
+
+        `whole` is the folder of the other command, if that has ended: a tensor may be a part of one of its tensors.
+        Modules whose class name contains a word of `resting` are kept in evaluation mode.
+        """
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.torch, self.folder, self.native, self.steps = torch, folder, native, steps
-        self.outputs_at = outputs_at
+        self.outputs_at, self.resting, other = outputs_at, resting, f"{whole}/marks"
+        self.wholes = [*map(json.loads, open(other))] if os.path.exists(other) else []
         self.forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forget)
@@ -63,16 +79,18 @@ class Recorder:
     def forget(self):
         """Reset all state, as in a new process."""
         self.file, self.count, self.outer, self.depth, self.recomputing = None, 0, None, 0, False
-        self.tables, self.trained, self.optimized = {}, set(), set()
-        self.kept, self.modules, self.names = [], [], {}
+        self.tables, self.trained, self.optimized, self.drawing = {}, set(), set(), None
+        self.kept, self.modules, self.names, self.inside = [], [], {}, []  # `inside`: the modules that run
         self.held, self.parameters, self.replicas = [], [], False
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.clear()
+        self.drawn = None  # the program has yet to create its model
 
     def clear(self):
         self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
         self.inputs = []  # inputs of the outermost modules since the last backward pass
-        self.outputs = []  # [name, size, squared norm, wave] of each module's output, if this step records outputs
+        self.outputs = []  # [name, width, size, squared norm, wave] of each module's output, if this step shows them
+        self.sites = []  # where this step draws random numbers, if it shows them
         self.drawn = self.draws()
 
     def draws(self):
@@ -113,23 +131,67 @@ class Recorder:
         tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
         return (tensor.to_dense() if tensor.layout != self.torch.strided else tensor).double()
 
-    def digest(self, tensors):
-        """Return the norm and two projections of each tensor; a gradient of None counts as zero."""
-        found = []
-        for tensor in tensors:
-            tensor = self.whole(self.torch.zeros(1) if tensor is None else tensor)
-            projections = self.waves(tensor.shape, tensor.device) @ tensor.flatten()
-            found.append(self.torch.cat([tensor.norm()[None], projections]))
+    def digest(self, tensors, parts=()):
+        """Return the norm and two projections of each tensor, or of its part; a gradient of None counts as zero."""
+        torch, found = self.torch, []
+        for tensor, part in zip(tensors, parts or [None] * len(tensors)):
+            part = None if tensor is None else part
+            tensor = self.whole(torch.zeros(1) if tensor is None else tensor)
+            if part:
+                tensor = tensor.index_select(part.axis, torch.tensor(part.rows, device=tensor.device))
+            projections = self.waves(tensor.shape, tensor.device, part) @ tensor.flatten()
+            found.append(torch.cat([tensor.norm()[None], projections]))
         alike = len({item.device for item in found}) < 2
-        return self.torch.stack(found if alike else [item.cpu() for item in found]).tolist() if found else []
+        return torch.stack(found if alike else [item.cpu() for item in found]).tolist() if found else []
 
     @functools.cache  # noqa: B019
-    def waves(self, shape, device):
-        """Return the real and imaginary parts of a plane wave; an offset along an axis shifts only its phase."""
+    def waves(self, shape, device, part=None):
+        """Return the real and imaginary parts of a plane wave: those of parts add up to those of the whole tensor."""
         phase = self.torch.zeros(shape, dtype=self.torch.float64, device=device)
         for axis, size in enumerate(shape):
-            phase.movedim(axis, -1).add_(FREQUENCIES[axis] * self.torch.arange(1, size + 1, device=device))
+            places = part.places if part and part.axis == axis else range(size)
+            phase.movedim(axis, -1).add_(FREQUENCIES[axis] * (self.torch.tensor(places, device=device) + 1))
         return self.torch.stack([phase.cos(), phase.sin()]).reshape(2, -1)
+
+    def marks(self, tensor):
+        """Return, for each axis of a tensor, a text for each slice along it: equal slices have equal texts."""
+        tensor, found = self.whole(tensor), []
+        for axis in range(tensor.ndim):
+            flat = tensor.movedim(axis, 0)
+            flat = flat.reshape(len(flat), math.prod(flat.shape[1:])) @ self.waves(flat.shape[1:], flat.device)[0]
+            found.append([f"{value:.8g}" for value in flat.tolist()])
+        return found
+
+    def find_parts(self, names):
+        """Return, for each parameter, which Part of a tensor of the other command it is, or None."""
+        found, known = [], {}
+        for number, (name, item) in enumerate(zip(names, self.parameters)):
+            near = sorted(range(len(self.wholes)), key=lambda n: (self.wholes[n][0] != name, abs(n - number)))
+            near = [self.wholes[n] for n in near if len(self.wholes[n][1]) == item.ndim]
+            same = [row for row in near if row[1] == list(item.shape)]
+            marks = near and name not in [row[0] for row in same] and self.marks(item)
+            whole = not marks or near[0][0] != name and marks in [row[2] for row in same]
+            parts = (self.find_part(item.shape, marks, *row[1:], known) for row in near if not whole)
+            found.append(next(filter(None, parts), None))
+        return found
+
+    def find_part(self, shape, marks, other, others, known):
+        """Return the Part of another tensor that a tensor is, or None. `known`: places of other tensors, by sizes."""
+        axes = [axis for axis, pair in enumerate(zip(shape, other)) if pair[0] != pair[1]]
+        if len(axes) != 1:
+            return None
+        own, theirs, size, total = marks[axes[0]], others[axes[0]], shape[axes[0]], other[axes[0]]
+        counts, places = collections.Counter(theirs), dict(zip(theirs, range(total)))
+        hits = {row: places[mark] for row, mark in enumerate(own) if counts[mark] == 1}
+        offsets = {place - row for row, place in hits.items()} or {self.rank * size % total}
+        if not hits and not {*own} <= {*theirs}:
+            return None
+        if not hits and (size, total) in known:  # all values are equal: its layout is that of another tensor
+            hits = known[size, total]
+        elif len(offsets) == 1:
+            hits = {row: row + min(offsets) for row in range(size) if 0 <= row + min(offsets) < total}
+        known[size, total] = hits
+        return Part(axes[0], (*hits,), (*hits.values(),), total)
 
     def autocast(self, function, context):
         self.flags |= {"torch.bfloat16"} if context._enabled and self.native else set()  # autocast skips float64
@@ -142,11 +204,13 @@ class Recorder:
         return norm
 
     def backward(self, function, tensors, *args, **more):
+        if self.recomputing:  # activation checkpointing calls it in another one
+            return function(tensors, *args, **more)
         for loss in [tensors] if isinstance(tensors, self.torch.Tensor) else tensors:
             if isinstance(loss, self.torch.Tensor):  # not a pipeline stage, whose loss another rank has
                 self.losses.append(self.whole(loss).sum())
                 self.flags.add(str(loss.dtype))
-        self.flags |= {"random"} if self.drawn != self.draws() else set()
+        self.flags |= {"random"} if self.drawn and self.drawn != self.draws() else set()
         grads = [item.grad for item in self.parameters if item.grad is not None]
         if self.samples and self.parameters and not any(grad.any() for grad in grads):
             self.flags.add("reset")  # this is a later micro-batch
@@ -185,10 +249,37 @@ class Recorder:
             if trains and not any(tensor.requires_grad for tensor in tensors):  # not another module's output
                 self.drawn = self.drawn if self.inputs else self.draws()
                 self.inputs.append(tensors)
-        output = self.nested(function, module, *args, **more)
-        if self.count == self.outputs_at - 1 and training and not self.recomputing:
-            self.outputs += self.look_at_output(module, output)
+        if module.training and any(word in type(module).__name__ for word in self.resting):
+            module.eval()
+        shown = self.count == self.outputs_at - 1 and training and not self.recomputing
+        if shown:
+            self.show_draws()
+        self.inside.append(module)
+        try:
+            output = self.nested(function, module, *args, **more)
+        finally:
+            del self.inside[-1:]
+        self.outputs += self.look_at_output(module, output) if shown else []
         return output
+
+    def show_draws(self):
+        """Record, from now on, where each torch function outside a backward pass draws random numbers."""
+        recorder, library = self, os.path.dirname(self.torch.__file__)
+
+        class Draws(self.torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                before, result, frame = recorder.draws(), function(*args, **(kwargs or {})), sys._getframe(1)
+                while frame.f_back and frame.f_code.co_filename.startswith((library, __file__)):
+                    frame = frame.f_back
+                if before != recorder.draws() and not recorder.recomputing:
+                    names = [recorder.names.get(id(module)) for module in recorder.inside[-1:]]
+                    where = [f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", *filter(None, names)]
+                    recorder.sites.append(", module ".join(where))
+                return result
+
+        if not self.drawing:
+            self.drawing = Draws()
+            self.drawing.__enter__()
 
     def look_at_output(self, module, output):
         """Return a module's name, and its output's size and two sums, which add up over ranks to the full batch's."""
@@ -203,7 +294,7 @@ class Recorder:
                 return []
             flat = [value.double().reshape(-1, value.shape[-1] if value.ndim > 1 else 1) for value in found]
             waves = [(value @ self.waves(value.shape[1:], value.device)[0]).sum() for value in flat]
-            return [[self.names[id(module)], sum(value.numel() for value in flat),
+            return [[self.names[id(module)], found[0].shape[-1:], sum(value.numel() for value in flat),
                      float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
 
     def begin(self):
@@ -229,8 +320,12 @@ class Recorder:
         except StopIteration:
             self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # no backward pass followed
             if id(iterator._dataset) in self.trained and self.torch.is_grad_enabled():
-                sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
-                self.write("epoch", shuffled=bool(getattr(sampler, "shuffle", False)))
+                sampler = getattr(iterator, "_index_sampler", None)
+                for name in ("batch_sampler", "sampler"):  # accelerate puts another one around the first
+                    sampler = getattr(sampler, name, sampler)
+                settable = ", which has set_epoch" * any(hasattr(x, "set_epoch") for x in (sampler, iterator._dataset))
+                self.write("epoch", shuffled=bool(getattr(sampler, "shuffle", False)),
+                           sampler=type(sampler).__name__ + settable)
             raise
         except Exception:
             self.write("failed")
@@ -242,20 +337,24 @@ class Recorder:
             tensors = []  # collate_fn did not stack the samples, so a tensor's length is not their number
         self.pending.setdefault(iterator, []).append(self.sample(tensors))
         self.drawn = self.draws()
+        if self.count == self.outputs_at - 1:
+            self.show_draws()
         if id(iterator._dataset) in self.trained:
             self.begin()
         return batch
 
     def sample(self, tensors):
-        """Return a digest of each sample in a batch."""
+        """Return each sample's digest, the digest of its label, which no augmentation changes, and its size."""
         lengths = [len(tensor) for tensor in tensors]
         rows = max(lengths, key=lengths.count, default=0)
-        digest = self.torch.zeros(rows, dtype=self.torch.float64, device="cpu")
+        digest, labels = self.torch.zeros(2, rows, dtype=self.torch.float64, device="cpu")
         for n, tensor in enumerate([tensor for tensor in tensors if len(tensor) == rows > 0], 1):
             flat = tensor.detach().cpu().double().reshape(rows, -1)
             flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing to the digest
             digest += flat @ self.waves(flat.shape[1:], flat.device)[n % 2] * n
-        return digest.tolist()
+            labels += flat[:, 0] * n if tensor.ndim == 1 and not tensor.is_floating_point() else 0
+        size = sum(tensor[0].numel() for tensor in tensors if len(tensor) == rows > 0)
+        return [(*pair, size) for pair in zip(digest.tolist(), labels.tolist())]
 
     def before_step(self, optimizer, args, more):
         if self.outer not in (None, optimizer):
@@ -271,13 +370,27 @@ class Recorder:
         with self.torch.no_grad():
             key = [id(item) for item in self.parameters]
             if self.tables.get(optimizer, [None])[0] != key:
-                shapes = [list(item.shape) for item in self.parameters]
-                self.tables[optimizer] = key, list(zip(self.look(), shapes, self.digest(self.parameters)))
+                self.tables[optimizer] = key, *self.tabulate(self.look())
             self.held = self.look_at_kept()
             closure = len(args) > 1 or more.get("closure")
             scale = getattr(optimizer, "grad_scale", None)  # the fused kernel unscales inside the step
             self.grads = None if closure else self.digest(
-                [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters])
+                [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters],
+                self.tables[optimizer][2])
+
+    def tabulate(self, names):
+        """Return the name, the whole shape and the digest of each parameter, and its Part."""
+        self.begin()
+        parts = self.find_parts(names)
+        shapes = [list(item.shape) for item in self.parameters]
+        for shape, part in zip(shapes, parts):
+            if part:
+                shape[part.axis] = part.total
+        marked = [[*row, self.marks(item)] for *row, item in zip(names, shapes, self.parameters)]
+        if self.rank == 0:
+            with open(f"{self.folder}/marks", "a") as file:
+                file.writelines(f"{json.dumps(row)}\n" for row in marked)
+        return list(zip(names, shapes, self.digest(self.parameters, parts))), parts
 
     def look(self):
         """Find all modules, buffers and averages of the weights; return a name for each parameter."""
@@ -298,8 +411,10 @@ class Recorder:
         trained = [module for module in outermost if any(id(item) in self.optimized for item in module.parameters())]
         averages = [module for module in outermost if module not in trained and shapes(module)
                     and shapes(module) in map(shapes, trained)]
-        kept = {id(item): (f"buffer {plain(name)}", item)
-                for module in trained for name, item in module.named_buffers()}
+        kept = {id(item): (f"{'buffer' if module in trained else 'other buffer'} {plain(name)}", item)
+                for module in outermost for name, item in module.named_buffers()}
+        kept |= {id(item): (f"weight {plain(name)}", item) for module in trained  # of another rank's optimizer
+                 for name, item in module.named_parameters() if item.requires_grad and id(item) not in self.optimized}
         for module in averages:
             kept |= {id(item): (f"average of {plain(name)}", item) for name, item in module.named_parameters()}
             kept |= {id(item): (f"average's buffer {plain(name)}", item) for name, item in module.named_buffers()}
@@ -315,13 +430,18 @@ class Recorder:
         self.flags |= {"batchnorm" for item in self.modules
                        if item.training and isinstance(item, norms) and not isinstance(item, exact)}
         with torch.no_grad():
-            grads = self.grads or self.digest([item.grad for item in self.parameters])
-            table = zip(self.tables[optimizer][1], self.rates, grads, self.digest(self.parameters))
+            _, table, parts = self.tables[optimizer]
+            grads = self.grads or self.digest([item.grad for item in self.parameters], parts)
+            table = zip(table, self.rates, grads, self.digest(self.parameters, parts), [
+                part and [hash(part.places), len(part.places) / part.total] for part in parts])
         self.flags |= {str(item.dtype) for item in self.parameters}
-        self.write("step", rows=[[*row, *more] for row, *more in table], samples=sum(self.samples, []),
-                   batches=len(self.samples), loss=sum(map(float, self.losses)), clips=self.clips, flags=[*self.flags],
-                   resting=sum(not item.training for item in self.modules), settings=str(optimizer).splitlines(),
-                   held=self.held, outputs=self.outputs, replicas=self.replicas)
+        samples = sum(self.samples, [])
+        self.write("step", rows=[[*row, *more] for row, *more in table], samples=[value for value, *_ in samples],
+                   labels=[label for _, label, _ in samples],
+                   size=0 if self.trained else max((size for *_, size in samples), default=0),
+                   sites=self.sites, batches=len(self.samples), loss=sum(map(float, self.losses)), clips=self.clips,
+                   flags=[*self.flags], resting=sum(not item.training for item in self.modules),
+                   settings=str(optimizer).splitlines(), held=self.held, outputs=self.outputs, replicas=self.replicas)
         self.clear()
         self.count += 1
         if self.count == self.steps:

@@ -1,11 +1,8 @@
 """What the ranks of one command recorded, and how the parameters of two commands correspond."""
-import cmath
 import json
 import math
 from pathlib import Path
 from typing import NamedTuple
-
-from .recording import FREQUENCIES
 
 
 class Row(NamedTuple):
@@ -15,16 +12,17 @@ class Row(NamedTuple):
     shape: list  # of numbers
     start: list  # digest of the initial value
     rate: list  # one number: the learning rate
-    grad: list  # digest of the gradient
-    value: list  # digest of the value after the step
+    grad: list  # digest
+    value: list  # digest after the step
+    part: list = None  # of a tensor that is split over ranks: which part it is, and which share of the whole
 
 
 class Run:
     """The records of one command: for each rank, its steps and all its events, in order."""
 
     def __init__(self, label, events):
-        """Take `events`, a list of (rank, its events), one for each file that a process wrote."""
-        self.label, self.ranks, self.events, self.doubled = label, {}, {}, False
+        """`events`: for each file that a process wrote, its rank and its list of events."""
+        self.label, self.ranks, self.events, self.doubled, self.cut = label, {}, {}, False, 1  # `cut`: into parts
         for rank, found in sorted(events, key=lambda pair: pair[0]):
             self.doubled |= rank in self.ranks
             self.events[rank] = found
@@ -42,12 +40,15 @@ class Run:
     def at(self, number):
         """Return each rank's record of a step, the distinct rows of all ranks, and all samples, sorted."""
         states = [steps[number] for steps in self.ranks.values()]
-        rows = {}
-        for state in states[::-1]:  # equal rows on several ranks are one parameter, but on one rank they are several
-            seen = []
+        rows, first = {}, [row[:3] for row in states[0]["rows"]]
+        for state in states:  # equal rows on several ranks are one parameter, but on one rank they are several
+            seen, copy = [], [row[:3] for row in state["rows"]] == first
             for row in state["rows"]:
-                rows[str(row[:3]), seen.count(str(row[:3]))] = row
-                seen.append(str(row[:3]))
+                key = str(row[1:3]), seen.count(str(row[1:3]))
+                seen.append(key[0])
+                while not copy and key in rows and gap(rows[key].grad, row.grad) > 1e-6:
+                    key = *key, "of another stage"
+                rows.setdefault(key, row)
         return states, list(rows.values()), sorted(sample for state in states for sample in state["samples"])
 
     def kinds(self, rank):
@@ -58,32 +59,31 @@ class Run:
         events = next(iter(self.events.values()))
         return [event["held"] for event in events if event["event"] in ("step", "end")]
 
-    def join(self, other):
-        """Replace equal slices of a tensor on consecutive ranks by the full tensor, if `other` starts with it."""
-        for states, whole in zip(zip(*self.ranks.values()), next(iter(other.ranks.values()))):
-            for place, (*slices, target) in enumerate(zip(*[state["rows"] for state in states], whole["rows"])):
-                alike = all(row.shape == slices[0].shape for row in slices)  # stages of a pipeline differ
-                for axis, (part, total) in enumerate(zip(slices[0].shape, target.shape) if alike else ()):
-                    count = max(1, total // max(1, part))
-                    blocks = [joined(slices[n:n + count], axis) for n in range(0, len(slices), count)]
-                    if count > 1 and all(row.shape == target.shape and equal(row.start, target.start)
-                                         for row in blocks):
-                        for n, state in enumerate(states):
-                            state["rows"][place] = blocks[n // count]
+    def join(self):
+        """Replace the parts of a tensor on several ranks by the whole tensor."""
+        for states in zip(*self.ranks.values()):
+            found = {}  # the replicas of each part of each tensor
+            for rows in (state["rows"] for state in states):
+                for place, row in enumerate(rows):
+                    if row.part:
+                        parts = found.setdefault((row.name, str(row.shape)), {})
+                        parts.setdefault(row.part[0], []).append((rows, place))
+            self.cut = max([self.cut, *map(len, found.values())])
+            for block in (block for parts in found.values() for block in zip(*parts.values())):
+                slices = [rows[place] for rows, place in block]
+                if math.isclose(sum(row.part[1] for row in slices), 1):
+                    for rows, place in block:
+                        rows[place] = joined(slices)
 
 
-def joined(slices, axis):
-    """Return the row of a tensor, given the rows of its equal slices along an axis."""
-    row, size = slices[0], slices[0].shape[axis]
-
+def joined(slices):
     def join(digests):
-        wave = sum(complex(*digest[1:]) * cmath.rect(1, n * size * FREQUENCIES[axis])
-                   for n, digest in enumerate(digests))
-        return [math.hypot(*[digest[0] for digest in digests]), wave.real, wave.imag]
+        norms, *waves = zip(*digests)
+        return [math.hypot(*norms), *map(sum, waves)]
 
-    return Row(row.name, [*row.shape[:axis], size * len(slices), *row.shape[axis + 1:]],
-               join([part.start for part in slices]), row.rate, join([part.grad for part in slices]),
-               join([part.value for part in slices]))
+    row = slices[0]
+    return Row(row.name, row.shape, join([part.start for part in slices]), row.rate,
+               join([part.grad for part in slices]), join([part.value for part in slices]))
 
 
 def equal(left, right):
@@ -91,13 +91,19 @@ def equal(left, right):
 
 
 def match(left, right):
-    """Return pairs of rows that belong to the same parameter: by name and shape, by order, or by initial values."""
+    """Return pairs of rows that belong to the same parameter: by name and shape, by initial values, or by order."""
     named = {str(row[:2]): row for row in right}
     if len(named) == len(left) == len(right) and {str(row[:2]) for row in left} == set(named):
         return [(row, named[str(row[:2])]) for row in left]
-    if [row[1] for row in left] == [row[1] for row in right]:
+    pairs, rest = [], list(right)
+    for row in left:
+        alike = [other for other in rest if row[1] == other[1] and equal(row[2], other[2])]
+        if alike:  # several if they are constant, such as norms: take the one with the nearest gradient
+            pairs.append((row, min(alike, key=lambda other: gap(row.grad, other.grad))))
+            rest = [other for other in rest if other is not pairs[-1][1]]
+    if rest and [row[1] for row in left] == [row[1] for row in right]:
         return list(zip(left, right))
-    return [(row, other) for row in left for other in right if row[1] == other[1] and equal(row[2], other[2])]
+    return pairs
 
 
 def worst(pairs, column, floor=1e-6):
@@ -113,3 +119,15 @@ def gap(one, two, least=1e-300):
     gaps = [0.0 if x == y or x != x and y != y else abs(x - y) for x, y in zip(one, two)]
     value = max(gaps) and max(gaps) / max(one[0], two[0], least)
     return math.inf if math.isnan(value) else value
+
+
+def apart(left, right, limit, kinds):
+    """Return the name and difference of a tensor of these kinds that differs between what two ranks held, or None."""
+    theirs = {}
+    for name, shape, digest in right:
+        theirs.setdefault((name, str(shape)), []).append(digest)  # several averages have the same names
+    for name, shape, digest in left:
+        gaps = [gap(digest, other, 1e-12) for other in theirs.get((name, str(shape)), [])]
+        if gaps and min(gaps) > limit and name.startswith(kinds):
+            return name, min(gaps)
+    return None

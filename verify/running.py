@@ -80,7 +80,8 @@ def own_error(text):
                    len(lines) - 1)
         if "ChildFailedError" not in lines[end]:
             return "\n".join(lines[max(start + 1, end - 4):end + 1])
-    return "\n".join(lines[-LAST:])
+    end = next((number for number, line in enumerate(lines) if re.match(r"\w*Error: ", line)), None)  # SyntaxError
+    return "\n".join(lines[-LAST:] if end is None else lines[max(0, end - 3):end + 1])
 
 
 def stop(process, folder):

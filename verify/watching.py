@@ -7,7 +7,8 @@ from .records import Run, equal, worst
 
 ALONE = {
     "never-moves": "check its learning rate, and look for code that restores its old value",
-    "not-optimized": "create the optimizer after the last change to the model, from the model's current parameters",
+    "not-optimized": "create the optimizer after the last change of the model, from the parameters that it then "
+                     "holds; or the loss is constant",
     "not-finite": "lower the learning rate, clip the gradients, or look for a division by zero in the loss"}
 
 
@@ -40,10 +41,11 @@ def replicas(run, limits):
         return None  # stages of a pipeline
     together = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low
                 for rows in zip(*[state["rows"] for state in first])]
-    if first[0]["replicas"] and not all(together) or not any(together):
+    telling = [rows[0].start[0] > 0 for rows in zip(*[state["rows"] for state in first])]  # zeros are equal anyway
+    if first[0]["replicas"] and not all(together) or not any(map(min, together, telling)):
         name = first[0]["rows"][together.index(False)].name
         return "start", f"the ranks start with different weights, such as {name}", 1
-    split = {number for number, kept in enumerate(together) if not kept}
+    split = {number for number, kept in enumerate(map(min, together, telling)) if not kept and not all(together)}
     for step in range(run.length):
         if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):  # the same bits on all
             cause, evidence, step, name, difference = found

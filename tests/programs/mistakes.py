@@ -23,9 +23,11 @@ MISTAKES = [
     "summed loss", "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm",
     "batchnorm left in eval", "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout",
     "weight decay", "decay of ranks", "16 bits in the step", "rows by hand", "equal rows by hand",
-    "cut by hand", "cut by hand, summed again", "parts of a gradient", "detached loss", "one layer doubled",
+    "cut by hand", "cut by hand, packed", "cut by hand, replicated", "cut by hand, summed again",
+    "parts of a gradient", "detached loss", "one layer doubled",
     "mean without backward", "average on rank 0", "average", "buffer of a share",
-    "gradient flipped", "gradients reset"]
+    "gradient flipped", "gradients reset", "batchnorm at rest", "other values", "order of one process",
+    "owned by ranks", "owned by ranks, not sent"]
 WAYS = ["well", "nan", "by-hand"]
 
 
@@ -48,13 +50,13 @@ class Sixteen(torch.optim.Optimizer):
 
 
 class Sum(torch.autograd.Function):
-    """Add the outputs of all ranks; the backward pass is the identity."""
+    """Add the outputs of two ranks, of which there may be two replicas; the backward pass is the identity."""
 
     @staticmethod
     def forward(ctx, part):
         whole = part.clone()
         dist.all_reduce(whole)
-        return whole
+        return whole / (dist.get_world_size() // 2)
 
     @staticmethod
     def backward(ctx, grad):
@@ -72,14 +74,18 @@ class SumAgain(Sum):
 def train(mistake, rank, world):
     torch.manual_seed({"another seed": 1, "weights of each rank": rank}.get(mistake, 0))
     layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
+    nn.init.zeros_(layers[0].bias)
     model = nn.Sequential(*layers)
     cut = "cut" in mistake
     if cut:  # as Megatron: rows of the first layer, columns of the second one
         for parameter, axis in ((layers[0].weight, 0), (layers[0].bias, 0), (layers[2].weight, 1)):
-            parameter.data = parameter.data.chunk(world, axis)[rank].clone()
+            if "packed" in mistake:  # as queries and keys in one tensor: a part of each
+                parameter.data = torch.cat(parameter.data.chunk(4, axis)[rank::2], axis)
+            else:
+                parameter.data = parameter.data.chunk(2, axis)[rank * 2 // world].clone()
         rank, world = 0, 1  # each rank reads whole batches
     alone = world == 1 or mistake in ("weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks",
-                                      "parts of a gradient")
+                                      "parts of a gradient", "owned by ranks", "owned by ranks, not sent")
     wrapped = model if alone else DistributedDataParallel(model)
     average = torch.optim.swa_utils.AveragedModel(model) if "average" in mistake else None
     if "buffer" in mistake:
@@ -88,13 +94,18 @@ def train(mistake, rank, world):
     g = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
                          torch.arange(48).remainder(5).add(1).double())
-    if mistake == "no sampler":
+    if mistake == "other values" and world > 1:
+        data.tensors[0].mul_(2)
+    sampler = DistributedSampler(data, world, rank)
+    if mistake == "order of one process" and world == 1:
+        loader = DataLoader(data, 8)
+    elif mistake == "no sampler":
         loader = DataLoader(data, 8 // world, shuffle=True)
     else:
-        sampler = DistributedSampler(data, world, rank)
         loader = DataLoader(data, 8 if mistake == "batch per process" else 8 // world, sampler=sampler)
     decay = 0.1 if mistake == "weight decay" else 0.0
-    optimizer = torch.optim.SGD(model.parameters(), 0.2 if mistake == "rate times 2" else 0.1, weight_decay=decay)
+    owned = [*model.parameters()][rank::world] if "owned" in mistake else model.parameters()  # as ZeRO-1
+    optimizer = torch.optim.SGD(owned, 0.2 if mistake == "rate times 2" else 0.1, weight_decay=decay)
     if "16 bits" in mistake:
         optimizer = Sixteen(model.parameters(), 0.1, world)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -105,7 +116,7 @@ def train(mistake, rank, world):
             loader = (data[torch.randint(48, (8 // world,)) if "equal" in mistake else
                            torch.randint(48, (8,))[rank::world]] for _ in range(6))
         for x, y, weight in loader:
-            optimizer.zero_grad()
+            model.zero_grad()
             if mistake == "functional dropout":
                 x = nn.functional.dropout(x, 0.5)
             if mistake == "gradients reset":
@@ -143,11 +154,13 @@ def train(mistake, rank, world):
                     dist.all_reduce(parameter.grad)
             if "clip" in mistake:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            if mistake in ("clip per rank", "decay of ranks") and world > 1:
+            if world > 1 and (mistake in ("clip per rank", "decay of ranks") or "owned" in mistake):
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= world
             optimizer.step()
+            for number, parameter in enumerate(model.parameters() if mistake == "owned by ranks" else ()):
+                dist.broadcast(parameter.data, number % world)
             if average and (mistake == "average" or rank == 0):
                 average.update_parameters(model)
             if "buffer" in mistake:
@@ -168,7 +181,8 @@ def fork(mistake, folder, rank, world):
     if pid:
         return pid
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    verify.Recorder(str(folder))
+    verify.Recorder(str(folder), whole=folder.parent / "right on 1", outputs_at=1,
+                    resting=["BatchNorm"] if "at rest" in mistake else [])
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     try:
@@ -186,9 +200,11 @@ if __name__ == "__main__":
     import torch.distributed.nn  # noqa: F401
 
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
-             "equal rows by hand", "average", "buffer of a share", "mean without backward"}  # same on one process
+             "equal rows by hand", "average", "buffer of a share", "mean without backward",
+             "batchnorm at rest", "order of one process"}  # same on one process
     for mistake in MISTAKES + WAYS:
-        for world in (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,):
+        worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
+        for world in (4,) if "replicated" in mistake else worlds:
             folder = Path(sys.argv[1]) / (mistake if mistake in WAYS else f"{mistake} on {world}")
             folder.mkdir()
             for pid in [fork(mistake, folder, rank, world) for rank in range(world)]:
