@@ -490,7 +490,7 @@ def table(report, params):
     for name, rows in report["bandwidth"].items():
         lines += ["", f"{name:15}" + "".join(f"{size / 1024:10,.0f}" for size, _, _ in rows) + "  KiB",
                   f"{'':15}" + "".join(f"{time * 1e3:10,.2f}" for _, time, _ in rows) + "  ms",
-                  f"{'':15}" + "".join(f"{speed / 1e9:10,.3f}" for _, _, speed in rows) + "  GB/s on the bus"]
+                  f"{'':15}" + "".join(f"{speed / 1e9:10,.3f}" for _, _, speed in rows) + "  GB/s bus bandwidth"]
     if params and report["bandwidth"]:
         size, time, _ = report["bandwidth"]["all-reduce"][-1]
         lines += ["", f"{params:,.0f} parameters: a step waits up to {4 * params / size * time:.3g} s for its "

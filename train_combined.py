@@ -57,7 +57,7 @@ def parse_args():
     parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
-    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="not for biases, norms")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
@@ -96,7 +96,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # elastic: a sampler that can start within an epoch, in the same order
+# new # elastic: a sampler that keeps its order but can start mid-epoch
 class ResumableSampler(DistributedSampler):
     first = 0
 
@@ -419,7 +419,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
+    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

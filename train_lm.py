@@ -51,7 +51,7 @@ def parse_args():
 
     # new # lm
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
-    parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="not for biases, norms")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
 
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")

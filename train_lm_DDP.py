@@ -62,7 +62,7 @@ def parse_args():
 
     # new # lm
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
-    parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="not for biases, norms")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
 
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -285,7 +285,7 @@ def join_group(args):
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # first, because NCCL would open a context on device 0, and must start after --deterministic is set
+    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

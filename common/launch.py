@@ -1,4 +1,4 @@
-"""How this process was started (torchrun, Slurm, mp.spawn, plain python), where the processes meet and what ends it."""
+"""Launchers (torchrun, Slurm, mp.spawn, plain python): ranks, rendezvous, cores, and exiting with the parent."""
 import ctypes
 import multiprocessing
 import os

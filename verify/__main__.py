@@ -116,7 +116,7 @@ def main():
         prog="python -m verify", description="Check whether two commands train the same model, or check one command.",
         epilog="exit code: 0 same or sound, 1 different or unsound, 2 not comparable")
     parser.add_argument("commands", nargs="+", metavar="COMMAND", type=shlex.split, help="a command, in quotes")
-    parser.add_argument("--watch", action="store_true", help="check one command for what must hold in any run")
+    parser.add_argument("--watch", action="store_true", help="check one command against rules for any run")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="stop after N optimizer steps")
     parser.add_argument("--twice", action="store_true", help="check that the first command is reproducible")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for each run (default: 600)")

@@ -139,7 +139,7 @@ def metrics(text):
 
 
 def printed_differ(one, two, tolerance, cut=False):
-    """Return how a metric differs that both commands print equally often, or None; `cut`: a limit ended the runs."""
+    """Return how a metric that both commands print equally often differs, or None; `cut`: a limit ended the runs."""
     left, right = metrics(one), metrics(two)
     for name, numbers in left.items():
         others = right.get(name, [])

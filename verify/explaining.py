@@ -89,7 +89,7 @@ class Difference:
 
 
 def read_once(run, step, count):
-    """Return a step's samples, sorted, without those that several ranks read if `count` are left, as they must.
+    """Return a step's samples, sorted, each once if exactly `count` then remain.
 
     In tensor and pipeline parallelism, each rank of a group reads all samples.
     """
@@ -254,7 +254,7 @@ def old_weight(it):
         for rank, state in zip(run.ranks, states):
             for name, _, digest in state["held"]:
                 if name in new and gap(digest, new[name]) > 1e-6:
-                    return f"rank {rank} of {run.label} computes with another {name} than the rank that updated it"
+                    return f"rank {rank} of {run.label} uses a different {name} than the rank that updated it"
     return None
 
 
@@ -264,7 +264,7 @@ def buffers(it):
         for rank, state in zip(run.ranks, states):
             found = apart(it.left[0]["held"], state["held"], 1e-6, ("buffer", "average", "other"))
             if found and not math.isclose(*it.losses):
-                return f"{found[0]} on rank {rank} of {run.label} is another one than on rank 0 of {it.a.label}"
+                return f"{found[0]} on rank {rank} of {run.label} differs from that on rank 0 of {it.a.label}"
     return None
 
 

@@ -321,7 +321,7 @@ class Recorder:
             self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # no backward pass followed
             if id(iterator._dataset) in self.trained and self.torch.is_grad_enabled():
                 sampler = getattr(iterator, "_index_sampler", None)
-                for name in ("batch_sampler", "sampler"):  # accelerate puts another one around the first
+                for name in ("batch_sampler", "sampler"):  # accelerate wraps the sampler in another one
                     sampler = getattr(sampler, name, sampler)
                 settable = ", which has set_epoch" * any(hasattr(x, "set_epoch") for x in (sampler, iterator._dataset))
                 self.write("epoch", shuffled=bool(getattr(sampler, "shuffle", False)),

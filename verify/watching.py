@@ -90,7 +90,7 @@ def new_order(run, limits):
 
 
 def moving(run, limits):
-    """In a run of at least four steps, check that every parameter of an optimizer gets a gradient, and moves, once.
+    """In a run of four steps or more, check that each parameter of an optimizer gets a gradient and moves at least once.
 
     A bias before BatchNorm need not move: its gradient is only noise.
     """
@@ -101,7 +101,7 @@ def moving(run, limits):
             without[key] = without.get(key, True) and row.grad[0] == 0
             resting[key] = resting.get(key, True) and row.grad[0] > 1e-6 * total and row.value == row.start
         if all(without.values()):
-            return "not-optimized", f"no parameter that the optimizer of rank {rank} holds gets a gradient", None
+            return "not-optimized", f"no parameter in the optimizer of rank {rank} gets a gradient", None
         for cause, found, what in (("no-gradient", without, "get no gradient"), ("never-moves", resting, "never move")):
             names = [name for (name, _), rests in found.items() if rests]
             if names:
