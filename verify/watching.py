@@ -90,7 +90,7 @@ def new_order(run, limits):
 
 
 def moving(run, limits):
-    """In a run of four steps or more, check that each parameter of an optimizer gets a gradient and moves at least once.
+    """In a run of four steps or more, check that each parameter of the optimizers gets a gradient and moves.
 
     A bias before BatchNorm need not move: its gradient is only noise.
     """
