@@ -3,7 +3,7 @@ import math
 import re
 from typing import NamedTuple
 
-from .explaining import REMEDIES, Difference, ranks_differ
+from .explaining import REMEDIES, Difference, ranks_differ, unmatched
 from .records import Run, apart, match, worst
 
 
@@ -77,8 +77,7 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
             if not answer and (mine := ranks_differ(run, step, columns, limit, other)):
                 answer = mine
         if not answer and not len(pairs) == len(rows) == len(others):
-            fact = f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
-            answer = "unknown", fact, step, None, None
+            answer = *unmatched(rows, others, pairs), step, None, None
         for column, difference, name in found:
             if not answer and difference > limit:
                 answer = *Difference(a, b, step, column, pairs).explain(), step, name, difference, column

@@ -327,6 +327,18 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     return None
 
 
+def unmatched(rows, others, pairs):
+    """Return the cause and the evidence if only `pairs` of the tensors of two runs match."""
+    for side, held in enumerate((rows, others)):
+        matched = [pair[side] for pair in pairs]
+        for row in (row for row in held if not any(row is other for other in matched)):
+            twin = [other for other in matched if other.shape == row.shape and equal(other.start, row.start)]
+            if twin:  # such as an embedding that two stages of a pipeline share
+                cause = "clip" if proportional([(twin[0], row)] * 2) else "not-averaged"
+                return cause, f"two copies of {row.name} in {'AB'[side]} have different gradients"
+    return "unknown", f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
+
+
 def replicas(pairs, others):
     """Return the pairs of rows of two ranks that are one tensor, if all rows are tensors of the other run.
 
