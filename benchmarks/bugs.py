@@ -38,9 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from benchmarks import measure, tables
+from benchmarks import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER, PAGE, RESULT = ROOT / "tests/bugs", ROOT / "docs/verify.md", ROOT / "benchmarks/results/bugs.json"
@@ -219,6 +217,10 @@ def main():
                 print(f"      {row['message']}", flush=True)
     print(table(rows, found) if not args.names and args.folder == FOLDER else "")
     if not args.names and args.folder == FOLDER:
+        import torch
+
+        from benchmarks import measure  # not at the top: the tests import this module without psutil
+
         tables.save(RESULT, {"machine": measure.machine(torch.device("cpu"), "verify", "tests/bugs"), "rows": rows})
         tables.fill(PAGE, ["\n" + table(rows, found) + "\n\n"])
     return 0
