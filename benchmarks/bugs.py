@@ -169,7 +169,8 @@ def table(rows, found):
     correct, wrong = ([row for row in rows if bool(row["bug"]) == kind] for kind in (False, True))
     answers = [right(row, found[row["program"]]) for row in wrong]
     public = {link for row in wrong
-              for link in re.findall(r"https://\S+", found[row["program"]].bugs[row["bug"]].text)}
+              for link in re.findall(r"github.com/(\S+?)/(?:issues|pull)/(\d+)",
+                                     found[row["program"]].bugs[row["bug"]].text)}
     factor = statistics.median(row["seconds"] / row["plain_seconds"] for row in correct)
     last = sum(row["cause"] in ("random", "unknown") for row in wrong)
     cells = {"correct programs": len(correct), "false alarms": sum(row["verdict"] != "same" for row in correct),
