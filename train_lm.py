@@ -1,7 +1,7 @@
 """Train a language model on one device: the loop of train.py on windows of text.
 
     python train_lm.py
-    python train_lm.py --sample "class Stack:" --resume auto --evaluate
+    python train_lm.py --epochs 30 --sample "class Stack:"
     python train_lm.py --dataset text --data-path FILE.txt --length 256
     python train_lm.py --dataset tokens --data-path FOLDER --model gpt_124m --length 1024 --lr 6e-4
 
