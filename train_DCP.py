@@ -24,7 +24,7 @@ from itertools import islice
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # FSDP
-from common import initial, recipe, shards
+from common import initial, layers, recipe, shards
 
 # new # elastic
 from common import signals
@@ -205,7 +205,7 @@ def main(args):
     mesh = dist.init_device_mesh(device.type, **shards.grid(args.replicas, device))
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
     root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
-    blocks = models.blocks(model, args.activation_checkpointing, args.bf16)
+    blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=root_policy))

@@ -18,7 +18,7 @@ from datetime import timedelta
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # FSDP
-from common import initial, recipe, shards
+from common import initial, layers, recipe, shards
 
 # new # TP
 from common import tensor_parallel
@@ -176,7 +176,7 @@ def main(args):
 
     policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
     root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
-    blocks = models.blocks(model, args.activation_checkpointing, args.bf16)
+    blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
 
     # new # TP
     parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, PLAN, grid))

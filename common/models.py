@@ -1,11 +1,9 @@
 """The networks, and how to prepare one for training: load weights, freeze layers, group parameters."""
-import functools
 import math
 import types
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from .checkpoint import load_file
@@ -13,7 +11,6 @@ from .errors import UsageError
 from .reduce import is_main_process
 from .vit import SIZES, ViT
 
-WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward() reads the weights of layers inside them
 MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 
 
@@ -66,46 +63,6 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     elif channels != 3:
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return model
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's children; items replace each Sequential, and each module without forward(): a ModuleList, ..."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        if type(child).forward is nn.Module.forward:
-            found += layers_of(child)
-        else:
-            found += child if isinstance(child, nn.Sequential) else [child]
-    return found
-
-
-def has_parameters(layer: nn.Module) -> bool:
-    """Return whether a layer, or a layer inside it, has parameters."""
-    return any(True for _ in layer.parameters())
-
-
-def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> list[nn.Module]:
-    """Return a model's blocks in order: those of `layers_of(model)` that have parameters.
-
-    Its own layers replace a block with more than half of the parameters, such as the network inside a wrapper.
-    With `recompute`, backward() recomputes the blocks' activations, which are not stored. With either option, raises
-    UsageError if the model has BatchNorm. Recomputing would update its statistics twice
-    (github.com/pytorch/pytorch/issues/96136). With `bf16`, FSDP2 casts its weights but not its statistics, and CUDA
-    rejects this mix in backward().
-    """
-    for option, wanted in (("--activation-checkpointing", recompute), ("--bf16", bf16)):
-        if wanted and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            raise UsageError(f"{option}: not with BatchNorm; use a model without it, or train_amp.py")
-    found, layers, at = [model], [model], 0
-    while layers:
-        found[at:at + 1] = layers
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
-        at = sizes.index(max(sizes))
-        split = sizes[at] * 2 > sum(sizes) and not isinstance(found[at], WHOLE)
-        layers = [*dict.fromkeys(filter(has_parameters, layers_of(found[at])))] if split else []
-    for layer in found if recompute else []:
-        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
-    return found
 
 
 def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:

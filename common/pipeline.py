@@ -10,6 +10,7 @@ from torch import nn
 
 from . import models, shards
 from .errors import UsageError
+from .layers import has_parameters, layers_of
 from .vit import ViT
 
 
@@ -39,8 +40,8 @@ def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]
         raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise UsageError("--model: BatchNorm would see micro-batches, not batches; use LayerNorm or GroupNorm")
-    layers = models.layers_of(model) if not isinstance(model, nn.Sequential) else [*model]
-    starts = [number for number, layer in enumerate(layers) if models.has_parameters(layer)]
+    layers = layers_of(model) if not isinstance(model, nn.Sequential) else [*model]
+    starts = [number for number, layer in enumerate(layers) if has_parameters(layer)]
     if count > len(starts):
         raise UsageError(f"{count} pipeline stages: the model has only {len(starts)} layers with parameters; "
                          "start fewer processes")

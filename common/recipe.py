@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from . import models
+from . import layers
 from .errors import UsageError
 
 SKIPPED, STEPS = 5, 5  # skip the first steps, which allocate memory; trace the next ones
@@ -78,7 +78,7 @@ def compile_blocks(model: nn.Module) -> None:
     from torch._dynamo import config
 
     config.optimize_ddp = False
-    blocks = models.blocks(model)
+    blocks = layers.blocks(model)
     config.recompile_limit = max(config.recompile_limit, 8 * len(blocks))
     for block in blocks:
         block.compile()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile
 
 from benchmarks.storages import Storages
-from common import folders, initial, models, pipeline, shards
+from common import folders, initial, layers, models, pipeline, shards
 from common.errors import UsageError
 
 
@@ -110,16 +110,16 @@ def test_a_stage_whose_layers_are_frozen_has_nothing_to_clip():
     ((True, False), "--activation-checkpointing"), ((False, True), "--bf16")])
 def test_batchnorm_is_refused_where_it_would_be_wrong(options, named):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert len(models.blocks(model)) == 2
+    assert len(layers.blocks(model)) == 2
     with pytest.raises(UsageError, match=f"{named}: not with BatchNorm"):
-        models.blocks(model, *options)
+        layers.blocks(model, *options)
 
 
 def test_the_norm_takes_few_kernels_however_many_gradients_there_are():
     """On a GPU, each counted operator is one or two kernels; aten::to only returns its argument."""
     counts = []
-    for layers in (2, 20):
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+    for count in (2, 20):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
         model(torch.ones(1, 2)).sum().backward()
         with profile() as profiler:
             shards.clip_grad_norm(model.parameters(), 1.0)
@@ -214,7 +214,7 @@ def test_a_layer_drawn_twice_is_held_once(alone, tmp_path):
     ("resnet18", (3, 224, 224), 11, 5), ("resnet50", (3, 224, 224), 19, 10)])
 def test_small_blocks_join_the_roots_unit_and_the_last_block_keeps_its_weights(name, shape, blocks, units):
     with torch.device("meta"):
-        found = models.blocks(models.create_model(name, 1000, shape))
+        found = layers.blocks(models.create_model(name, 1000, shape))
     each = [*shards.units(found, True)]
     assert (len(found), len(each)) == (blocks, units)
     assert [reshard for _, reshard in each] == [True] * (units - 1) + [False]
@@ -256,7 +256,7 @@ def test_the_parts_of_a_network_in_a_wrapper_become_units(alone, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     model, tokens = Wrapper(Text()), torch.arange(12).reshape(3, 4)
     expected = model(tokens)
-    blocks = models.blocks(model)
+    blocks = layers.blocks(model)
     assert [*map(type, blocks)] == [nn.Embedding, *[nn.TransformerEncoderLayer] * 2, nn.Linear]
     mesh = init_device_mesh("cpu", (1,))
     for block, reshard in shards.units(blocks, True):
@@ -273,7 +273,7 @@ def test_the_parts_of_a_network_in_a_wrapper_become_units(alone, tmp_path):
 
 
 def test_a_layer_that_reads_the_weights_inside_it_is_one_block():
-    assert [*map(type, models.blocks(Wrapper(Wrapper(encoder_layer()))))] == [nn.TransformerEncoderLayer]
+    assert [*map(type, layers.blocks(Wrapper(Wrapper(encoder_layer()))))] == [nn.TransformerEncoderLayer]
 
 
 def test_images_are_channels_last_and_weights_are_not():
