@@ -11,7 +11,7 @@ from conftest import FROM_ROOT, PROGRAMS, ROOT
 
 import verify
 from verify.comparing import Failure, printed_differ
-from verify.explaining import REMEDIES, Difference, first_module, learning_rate
+from verify.explaining import REMEDIES, Difference, first_module, learning_rate, parts_of
 from verify.records import Row, Run, match
 from verify.watching import new_order, watch
 
@@ -198,6 +198,17 @@ def made(label, *ranks):
 def test_two_parameters_that_look_alike_are_two():
     rows = [("parameter", [2], [0.0] * 3, [size] * 3, [size] * 3) for size in (1.0, 7.0)]
     assert len(made("A", rows, rows).at(0)[1]) == 2
+
+
+def test_noise_is_no_part_of_a_gradient():
+    """Before BatchNorm, the gradient of a bias is noise; those of two ranks add up to that of one, to within zero."""
+    def rows(weight, bias):
+        return [(name, [2], [1.0] * 3, [size] * 3, [1.0] * 3) for name, size in (("weight", weight), ("bias", bias))]
+
+    whole, parts = made("A", rows(1.0, 1e-17)), made("B", rows(1.0, 3e-17), rows(2.0, 8e-17))
+    assert not parts_of(parts.at(0)[0], whole.at(0)[1])
+    halves = made("B", rows(0.4, 3e-17), rows(0.6, 8e-17))
+    assert parts_of(halves.at(0)[0], whole.at(0)[1])
 
 
 def test_samples_that_every_rank_reads_count_once():

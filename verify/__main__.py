@@ -1,7 +1,6 @@
 """The command line: python -m verify COMMAND COMMAND, or python -m verify --watch COMMAND."""
 import argparse
 import json
-import math
 import shlex
 import shutil
 import signal
@@ -81,18 +80,6 @@ def remove(paths):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def plot(values, path):
-    """Draw the difference at each step on a logarithmic scale."""
-    logs = [math.log10(min(max(value, 1e-17), 1e2)) for value in values]
-    points = " ".join(f"{60 + 620 * n / max(len(logs) - 1, 1):.1f},{50 - 15 * log:.1f}" for n, log in enumerate(logs))
-    lines = "".join(f'<path d="M60 {50 - 15 * power}h620" stroke="#ddd"/><text x="20" y="{54 - 15 * power}">1e{power}'
-                    '</text>' for power in range(-16, 3, 3))
-    Path(path).write_text(
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 330" font-family="sans-serif" font-size="12">'
-        f'<rect width="700" height="330" fill="#fff"/>{lines}<polyline points="{points}" fill="none" stroke="#06c"/>'
-        f'<text x="270" y="322">greatest relative difference, steps 1 to {len(logs)}</text></svg>\n')
-
-
 def show(report, commands):
     for label, command, ranks, steps in zip("AB", commands, report["ranks"], report["steps"]):
         print(f"{label}: {command}\n   {ranks} rank(s), {steps} steps, {report['precision']} precision")
@@ -124,13 +111,11 @@ def main():
                         help="delete these outputs of the commands after each run")
     parser.add_argument("--eval-mode", type=lambda text: text.split(","), default=(), metavar="CLASS,...", help="keep "
                         "modules whose class name contains a word, such as Dropout, in evaluation mode in both runs")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw the difference at each step")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.error = lambda message: parser.exit(2, f"verify: {message}; see --help\n")
     args = parser.parse_args()
-    for path in filter(None, (args.plot, args.json)):
-        if not Path(path).resolve().parent.is_dir():
-            parser.error(f"{path}: the folder does not exist")
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        parser.error(f"{args.json}: the folder does not exist")
     for path in args.fresh:
         if path.exists():
             parser.error(f"--fresh {path}: exists already, and would be deleted; move it away first")
@@ -151,10 +136,7 @@ def main():
             show_watch(report, *commands)
         else:
             report = verify(commands, folder, args.steps, args.timeout, args.twice, args.fresh, args.eval_mode)
-            values = report.pop("series")
             show(report, commands)
-            if args.plot:
-                plot(values, args.plot)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     return {"same": 0, "sound": 0, "different": 1, "unsound": 1, "not comparable": 2}[report["verdict"]]

@@ -47,7 +47,7 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
     limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
     report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
               "precision": "own" if native else "float64", "steps": [a.length, b.length],
-              "ranks": [len(a.ranks), len(b.ranks)], "series": [], "column": None, "notes": [],
+              "ranks": [len(a.ranks), len(b.ranks)], "column": None, "notes": [],
               "dtypes": sorted(flag for flag in a.flags | b.flags if flag.startswith("torch."))}
 
     def different(cause, fact, step, parameter=None, difference=None, column=None):
@@ -72,7 +72,6 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
         moved = [pair for pair in pairs if not max(pair[0].grad[0], pair[1].grad[0]) <= limits.floor * total]
         found = [(column, *worst(moved if native and column == "value" else pairs, column,
                                  limits.floor if column == "grad" else 1e-6)) for column in columns]
-        report["series"].append(max(item[1] for item in found))
         for run, other in () if again else ((a, b), (b, a)):
             if not answer and (mine := ranks_differ(run, step, columns, limit, other)):
                 answer = mine
@@ -81,13 +80,13 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
         for column, difference, name in found:
             if not answer and difference > limit:
                 answer = *Difference(a, b, step, column, pairs).explain(), step, name, difference, column
-        report["difference"] = max(report["series"])
+        report["difference"] = max(report["difference"], *[difference for _, difference, _ in found])
         if not answer and all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
             return refuse(report, f"both models hold NaN or infinity after step {step + 1}")
     if answer:
         return different(*answer)
     rows = (row for run in (a, b) for step in range(run.length) for row in run.at(step)[1])
-    if report["series"] and not any(row.grad[0] or row.value != row.start for row in rows):
+    if min(a.length, b.length) and not any(row.grad[0] or row.value != row.start for row in rows):
         return refuse(report, "all gradients are zero, so nothing is trained: look at the loss and the optimizer")
     for run, failure in zip((a, b), failed):
         if failure and failure.training:

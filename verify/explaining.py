@@ -355,7 +355,8 @@ def parts_of(states, rows):
     if len(rows) != len(states[0]["rows"]):
         rows = [next((row for row in rows if row[:2] == own[:2]), own) for own in states[0]["rows"]]
     found, groups = [], [*zip(rows, *[state["rows"] for state in states])]
-    moved = [any(worst([(parts[0], part)], "grad")[0] > 1e-6 for part in parts) for _, *parts in groups]
+    noise = 1e-6 * max(part.grad[0] for _, *parts in groups for part in parts)
+    moved = [any(gap(parts[0].grad, part.grad, noise) > 1e-6 for part in parts) for _, *parts in groups]
     _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # of clipping
                      for (whole, *parts), differs in zip(groups, moved) if not differs), default=(0, 1))
     for (whole, *parts), differs in zip(groups, moved):
