@@ -120,9 +120,8 @@ def main(args):
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
     # new # lm
-    lr = args.lr
     groups = models.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr, (args.momentum, 0.95))
+    optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95))
     warmup = recipe.WarmUp(optimizer, args.warmup_steps)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
@@ -191,7 +190,6 @@ def main(args):
             names.append(f"epoch-{epoch:03}.pt")
         checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
-
         # new # lm
         speed = len(train_loader) * args.batch_size * args.length / seconds
 
@@ -208,7 +206,7 @@ def main(args):
               # new # lm
               f"{speed:,.0f} tokens/s{devices.peak_memory(device)}")
 
-        # new # lm: at the end, the model writes; it knows no names of other tokens than bytes
+        # new # lm: after the last epoch, the model writes a sample; only bytes can be shown as text
         if epoch == args.epochs and train_set.vocabulary == text.BYTES:
             print(gpt.write(model, args.sample, 200, args.length, args.seed))
 

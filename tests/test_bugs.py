@@ -30,6 +30,16 @@ def test_the_page_names_the_wrong_line_that_an_example_avoids(name):
     assert f"`{wrong}`" in said and f"`{cause}`" in said
 
 
+def test_only_the_expected_answer_is_right():
+    program = FOUND["megatron"]
+    bug = "DeepSpeed-1801"  # clip
+    for name, verdict, cause, expected in (
+            (None, "same", None, (True, True)), (None, "different", "clip", (False, False)),
+            (bug, "same", None, (False, False)), (bug, "same", "metric", (False, False)),
+            (bug, "different", "scale", (True, False)), (bug, "different", "clip", (True, True))):
+        assert bugs.right({"bug": name, "verdict": verdict, "cause": cause}, program) == expected
+
+
 def test_each_bug_changes_its_program():
     for program in FOUND.values():
         text = program.path.read_text()

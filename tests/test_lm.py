@@ -65,6 +65,8 @@ def test_windows_depend_on_seed_and_epoch_and_labels_are_the_next_tokens(tmp_pat
     val.set_epoch(5)
     assert torch.equal(starts, val.starts) and len(val) == 8 and starts.diff().min() >= 16
     assert starts[-1] + 16 < len(val.tokens)
+    whole = train.tokens.tobytes()[:-1] + val.tokens.tobytes()[:-1]  # each part ends with the end of a document
+    assert whole == (tmp_path / "one.txt").read_bytes()
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [

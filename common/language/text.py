@@ -105,7 +105,7 @@ def _memory_map(file: Path) -> np.ndarray:
 def _documents(path: Path) -> list[bytes]:
     try:
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        return [file.read_text(encoding="utf-8").encode() for file in files]
+        return [file.read_bytes().decode("utf-8").encode() for file in files]  # not read_text(): it changes "\r\n"
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--data-path {path}: {reason(error)}") from None
 
