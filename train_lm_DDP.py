@@ -44,7 +44,7 @@ def parse_args():
     parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
     parser.add_argument("--data-path", default="data", help="file or folder of text; folder of tokens")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
-    parser.add_argument("--windows", type=cli.positive_int, default=1280, help="windows in an epoch")
+    parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="no attention to other documents")
     parser.add_argument("--sample", default="def ", help="what the text that the model writes starts with")
     parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")

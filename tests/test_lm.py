@@ -43,6 +43,13 @@ def test_the_model_learns_and_writes(trained):
     assert out.partition("tokens/s\n")[2].partition("tokens/s\n")[2].startswith("def ")
 
 
+def test_what_the_model_writes_cannot_control_a_terminal():
+    torch.manual_seed(0)
+    said = gpt.write(gpt.GPT(gpt.Size(16, 1, 4, 2, 24), 256), "a\t\n", 200, 16, seed=0)
+    assert said.startswith("a\t\n") and len(said) > 50
+    assert all(sign.isprintable() or sign in "\n\t" for sign in said)
+
+
 @pytest.mark.nightly
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, tmp_path):
     folder, _ = trained("train_lm_DDP.py")

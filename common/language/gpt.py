@@ -144,7 +144,10 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperature: float = 0.8) -> str:
-    """Return `prompt` and `count` bytes that the model draws after it, reading at most the last `length` bytes."""
+    """Return `prompt` and `count` bytes that the model draws after it, reading at most the last `length` bytes.
+
+    Bytes that are no printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal.
+    """
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
@@ -152,4 +155,5 @@ def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperatu
     for _ in range(count):
         logits = model(tokens[:, -length:].to(device))[:, -1].float().cpu() / temperature
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(1), 1, generator=generator)], 1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
