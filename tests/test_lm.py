@@ -89,9 +89,9 @@ def test_wrong_data_is_explained(tmp_path, name, content, message):
 
 def test_a_token_beyond_the_vocabulary_is_explained(tmp_path):
     for part in ("train", "val"):
-        torch.full((99,), 51000, dtype=torch.uint16).numpy().tofile(tmp_path / f"{part}.bin")
+        torch.full((99,), 50257, dtype=torch.uint16).numpy().tofile(tmp_path / f"{part}.bin")
     train, _ = text.create_datasets("tokens", tmp_path, 16, 4, seed=1)
-    with pytest.raises(ProcessError, match="has token 51000, and the vocabulary ends at 50256"):
+    with pytest.raises(ProcessError, match="has token 50257, and the vocabulary ends at 50256"):
         train[0]
 
 

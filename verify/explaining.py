@@ -358,7 +358,8 @@ def parts_of(states, rows):
     noise = 1e-6 * max(part.grad[0] for _, *parts in groups for part in parts)
     moved = [any(gap(parts[0].grad, part.grad, noise) > 1e-6 for part in parts) for _, *parts in groups]
     _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # of clipping
-                     for (whole, *parts), differs in zip(groups, moved) if not differs), default=(0, 1))
+                     for (whole, *parts), differs in zip(groups, moved) if not differs and parts[0].grad[0] > noise),
+                    default=(0, 1))
     for (whole, *parts), differs in zip(groups, moved):
         if differs:
             sums = [sum(part.grad[k] for part in parts) for k in (1, 2)]
