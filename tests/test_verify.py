@@ -200,6 +200,16 @@ def test_two_parameters_that_look_alike_are_two():
     assert len(made("A", rows, rows).at(0)[1]) == 2
 
 
+def test_the_greatest_difference_of_all_steps_is_reported(records, tmp_path):
+    path, = (records / "right on 1").glob("*.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    row = [event for event in events if event["event"] == "step"][2]["rows"][0]
+    row[4] = [value * (1 + 1e-10) for value in row[4]]  # its gradient
+    (tmp_path / path.name).write_text("".join(json.dumps(event) + "\n" for event in events))
+    report = verify.compare(records / "right on 1", tmp_path)
+    assert report["verdict"] == "same" and 1e-11 < report["difference"] < 1e-9
+
+
 def test_noise_is_no_part_of_a_gradient():
     """Before BatchNorm, the gradient of a bias is noise; those of two ranks add up to that of one, to within zero."""
     def rows(weight, bias):
