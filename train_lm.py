@@ -13,8 +13,8 @@ import time
 from common import checkpoint, cli, datasets, devices, endings, errors, models
 
 # new # lm
-from common import recipe
 from common.language import gpt, text
+from common.recipe import WarmUp
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
@@ -122,7 +122,7 @@ def main(args):
     # new # lm
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95))
-    warmup = recipe.WarmUp(optimizer, args.warmup_steps)
+    warmup = WarmUp(optimizer, args.warmup_steps)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
 
@@ -135,7 +135,15 @@ def main(args):
         if not args.weights and start_epoch == 1:
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
+
+        # new # lm
+        sample = gpt.write(model, args.sample, 200, args.length, args.seed)
+
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
+
+        # new # lm
+        print(sample)
+
         return
 
     layout = f"1 process x 1 micro-batch x {local_batch_size}"
@@ -178,6 +186,7 @@ def main(args):
 
         # new # lm
         score = -val_loss
+        sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
 
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
@@ -206,9 +215,9 @@ def main(args):
               # new # lm
               f"{speed:,.0f} tokens/s{devices.peak_memory(device)}")
 
-        # new # lm: after the last epoch, the model writes a sample; only bytes can be shown as text
-        if epoch == args.epochs and train_set.vocabulary == text.BYTES:
-            print(gpt.write(model, args.sample, 200, args.length, args.seed))
+        # new # lm: after the last epoch, the model writes a sample
+        if sample:
+            print(sample)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from datetime import timedelta
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # lm
-from common import recipe
 from common.language import gpt, text
+from common.recipe import WarmUp
 
 import torch
 
@@ -161,7 +161,7 @@ def main(args):
     # new # lm
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95))
-    warmup = recipe.WarmUp(optimizer, args.warmup_steps)
+    warmup = WarmUp(optimizer, args.warmup_steps)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
 
@@ -175,11 +175,18 @@ def main(args):
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
 
+        # new # lm
+        sample = gpt.write(model, args.sample, 200, args.length, args.seed)
+
         # new # DDP
         if not reduce.is_main_process():
             return
 
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
+
+        # new # lm
+        print(sample)
+
         return
 
     # new # DDP
@@ -240,6 +247,7 @@ def main(args):
 
         # new # lm
         score = -val_loss
+        sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
 
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
@@ -272,9 +280,9 @@ def main(args):
               # new # lm
               f"{speed:,.0f} tokens/s{devices.peak_memory(device)}")
 
-        # new # lm: after the last epoch, the model writes a sample; only bytes can be shown as text
-        if epoch == args.epochs and train_set.vocabulary == text.BYTES:
-            print(gpt.write(model, args.sample, 200, args.length, args.seed))
+        # new # lm: after the last epoch, the model writes a sample
+        if sample:
+            print(sample)
 
 
 # new # DDP: connect the processes of one launch

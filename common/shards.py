@@ -62,12 +62,14 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
 
     A block with less than a tenth of the largest block's parameters, such as a stem or a classifier, stays in the
     root's unit: small messages cost mostly latency. So do blocks that share a weight: two units would each train their
-    own copy. The last block keeps its weights, because backward starts with it.
+    own copy. So do embeddings: the last layer of a tied model reads their weights, too. The last block keeps its
+    weights, because backward starts with it.
     """
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     owners = Counter(parameter for block in blocks for parameter in block.parameters())
-    large = [block for block, size in zip(blocks, sizes)
-             if size * 10 >= max(sizes) and all(owners[parameter] == 1 for parameter in block.parameters())]
+    alone = [not isinstance(block, nn.Embedding) and all(owners[parameter] == 1 for parameter in block.parameters())
+             for block in blocks]
+    large = [block for block, size, own in zip(blocks, sizes, alone) if own and size * 10 >= max(sizes)]
     for block in large:
         yield block, reshard and block is not large[-1]
 
@@ -173,7 +175,9 @@ def _unshard(value: "DTensor") -> Tensor | None:
     from torch.distributed.tensor import Replicate
 
     placements = list(value.placements)
-    for dim in range(len(placements)):  # one dimension at a time: torch warns that it can't merge all of them
+    strided = any(type(place).__name__ == "_StridedShard" for place in placements)  # the first dimension cut last
+    # one dimension at a time, in the reverse order of the cuts: torch warns that it can't merge all of them
+    for dim in range(len(placements)) if strided else reversed(range(len(placements))):
         placements[dim] = Replicate()
         value = value.redistribute(placements=placements)
     return value.to_local().cpu() if dist.get_rank() == 0 else None

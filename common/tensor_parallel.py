@@ -1,12 +1,13 @@
 """The mesh of tensor parallelism, and which layers of a model it can split; for `train_TP.py`."""
+from collections.abc import Callable
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.torch_version import TorchVersion
 
 from . import shards
@@ -48,7 +49,7 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
             raise UsageError(f"--tensor-parallel {size}: does not divide the {heads} heads of {name}")
         for pattern in (pattern for pattern in plan if fnmatch(name, pattern)):
             found[pattern] = plan[pattern]
-            if plan[pattern] is ONE_INPUT:
+            if not isinstance(plan[pattern], (ColwiseParallel, RowwiseParallel)):
                 continue
             if not isinstance(module, (nn.Linear, nn.Embedding)):
                 raise UsageError(f"--model: {name} is a {type(module).__name__}, which cannot be split; {SPLIT}")
@@ -73,3 +74,18 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
         places = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements))
         if name not in places or places[name].is_replicate():
             dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)
+
+
+def require_multiple(option: str, value: int, size: int) -> None:
+    """Raise UsageError, naming the `option`, unless its `value` is a multiple of the `size` of a group."""
+    if value % size:
+        raise UsageError(f"{option} {value}: not a multiple of {size}, the parts of a sequence on the processes")
+
+
+def whole(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[DTensor, Tensor], Tensor]:
+    """Return a `function(outputs, labels)`, a loss or a metric, that takes outputs in parts; its result is whole."""
+    def of_parts(outputs: DTensor, labels: Tensor) -> Tensor:
+        labels = DTensor.from_local(labels, outputs.device_mesh, [Replicate()], run_check=False)
+        return cast(DTensor, function(outputs, labels)).full_tensor()
+
+    return of_parts

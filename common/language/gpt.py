@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 
 class Size(NamedTuple):
@@ -28,7 +29,8 @@ class Attention(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.head_width = size.width // size.heads
+        self.head_width, self.heads = size.width // size.heads, size.groups
+        self.attend = attend
         self.q_proj = nn.Linear(size.width, size.width, bias=False)
         self.k_proj = nn.Linear(size.width, size.groups * self.head_width, bias=False)
         self.v_proj = nn.Linear(size.width, size.groups * self.head_width, bias=False)
@@ -38,9 +40,7 @@ class Attention(nn.Module):
         count, length, _ = x.shape
         q, k, v = (project(x).view(count, length, -1, self.head_width).transpose(1, 2)
                    for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, turns), rotate(k, turns)
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-        values = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        values = self.attend(rotate(q, turns), rotate(k, turns), v, mask)
         return self.o_proj(values.transpose(1, 2).reshape(count, length, -1))
 
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.self_attn, self.mlp = Attention(size), FeedForward(size)
 
     def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turns, mask)
+        x = x + self.self_attn(self.input_layernorm(x), turns=turns, mask=mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -85,46 +85,81 @@ class Trunk(nn.Module):
         return self.norm(x)
 
 
+class Logits(nn.Module):
+    """The last layer, (N, T, width) -> (N, T, vocabulary). Its weight is the embedding's, too, if the model is tied."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
 class GPT(nn.Module):
     """Tokens `int64` (N, T) to logits (N, T, vocabulary) of the next tokens.
 
-    With `end`, a token attends only to its own document: those after the last token `end` before it. The weights are
-    drawn as in GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
+    With `end`, a token attends only to its own document: those after the last token `end` before it. The vocabulary is
+    rounded up to a multiple of 64, which is faster on a GPU and divides over processes. The weights are drawn as in
+    GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
+
+    With `positions` (P,), the model computes only these positions of a sequence, and returns logits (N, P, vocabulary);
+    `attend` in each Attention must then know the other positions.
     """
 
     def __init__(self, size: Size, vocabulary: int, end: int | None = None) -> None:
         super().__init__()
+        vocabulary += -vocabulary % 64
         self.size, self.end, self.model = size, end, Trunk(size, vocabulary)
         self.lm_head = None if size.tied else nn.Linear(size.width, vocabulary, bias=False)
+        self.logits, self.positions = Logits(), None
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers if adds else 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        last = (self.lm_head or self.model.embed_tokens).weight
-        turns = self.turns(torch.arange(tokens.shape[1], device=tokens.device), last.dtype)
-        mask = None if self.end is None else same_document(tokens, self.end)
-        return F.linear(self.model(tokens, turns, mask), last)
+        x = self.model(self.part(tokens), *self.around(tokens))
+        return self.logits(x, (self.lm_head or self.model.embed_tokens).weight)
 
-    def turns(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the cosines and sines, (2, T, width of a head / 2), by which the `positions` (T,) turn a head."""
-        width = self.size.width // self.size.heads
-        speeds = self.size.base ** (-torch.arange(0, width, 2, device=positions.device).double() / width)
-        angles = positions[:, None].double() * speeds
-        return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+    def part(self, tokens: Tensor) -> Tensor:
+        """Return the columns of `tokens`, or of labels, (N, T), at the `positions` that this process computes."""
+        return tokens if self.positions is None else tokens[:, self.positions]
+
+    def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the cosines and sines (2, P, width of a head / 2) that turn a head, and the mask (N, 1, P, T).
+
+        Without `end`, the mask is None: attention is causal.
+        """
+        every = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = every if self.positions is None else self.positions
+        width, precise = self.size.width // self.size.heads, torch.float32 if every.is_mps else torch.float64
+        speeds = self.size.base ** (-torch.arange(0, width, 2, device=every.device).to(precise) / width)
+        angles = positions[:, None] * speeds
+        mask = None if self.end is None else same_document(tokens, self.end, positions)
+        return torch.stack([angles.cos(), angles.sin()]), mask
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the attention (N, heads, T, width) of the queries `q` to (N, groups, S, width); by default, it is causal.
+
+    The queries are those of the last T of the S positions.
+    """
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if mask is None else mask
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask)
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn each pair of a head's numbers, (N, heads, T, width); number i belongs to number i + width / 2."""
-    (cos, sin), (one, two) = turns, x.chunk(2, -1)
+    (cos, sin), (one, two) = turns.to(x.dtype), x.chunk(2, -1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
-def same_document(tokens: Tensor, end: int) -> Tensor:
-    """Return the mask (N, 1, T, T): whether a token attends to another one, at or before it, of its document."""
+def same_document(tokens: Tensor, end: int, positions: Tensor) -> Tensor:
+    """Return the mask (N, 1, P, T): whether the tokens at `positions` (P,) attend to each token of (N, T).
+
+    They attend to those at or before them in their document.
+    """
     document = (tokens == end).cumsum(1) - (tokens == end).long()  # `end` itself belongs to the document before it
-    return (document[:, :, None] == document[:, None, :]).tril()[:, None]
+    before = positions[:, None] >= torch.arange(tokens.shape[1], device=tokens.device)
+    return ((document[:, positions, None] == document[:, None, :]) & before)[:, None]
 
 
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -146,14 +181,21 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperature: float = 0.8) -> str:
     """Return `prompt` and `count` bytes that the model draws after it, reading at most the last `length` bytes.
 
-    Bytes that are no printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal.
+    Bytes that are no printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal. If
+    the tokens are not bytes, returns a line that says so. All processes that share the model must call this.
     """
+    weight = model.model.embed_tokens.weight
+    if len(weight) != 256:
+        return "no sample: only a model of bytes writes text here"
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    tokens = torch.tensor([list(prompt.encode())])
+    tokens = torch.tensor([list(prompt.encode() or b"\n")])
     for _ in range(count):
-        logits = model(tokens[:, -length:].to(device))[:, -1].float().cpu() / temperature
-        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(1), 1, generator=generator)], 1)
+        window = tokens[:, -length:]
+        logits = model(F.pad(window, (0, length - window.shape[1])).to(weight.device))[:, window.shape[1] - 1]
+        if hasattr(logits, "full_tensor"):  # tensor parallelism splits them
+            logits = logits.full_tensor()
+        drawn = torch.multinomial((logits.float().cpu() / temperature).softmax(1), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn], 1)
     text = bytes(tokens[0].tolist()).decode(errors="replace")
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
