@@ -1,11 +1,14 @@
 """A language model with Llama's architecture and names, so that its weights fit those that others publish."""
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Size(NamedTuple):
@@ -30,17 +33,16 @@ class Attention(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.head_width, self.heads = size.width // size.heads, size.groups
-        self.attend = attend
         self.q_proj = nn.Linear(size.width, size.width, bias=False)
         self.k_proj = nn.Linear(size.width, size.groups * self.head_width, bias=False)
         self.v_proj = nn.Linear(size.width, size.groups * self.head_width, bias=False)
         self.o_proj = nn.Linear(size.width, size.width, bias=False)
 
-    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
         count, length, _ = x.shape
         q, k, v = (project(x).view(count, length, -1, self.head_width).transpose(1, 2)
                    for project in (self.q_proj, self.k_proj, self.v_proj))
-        values = self.attend(rotate(q, turns), rotate(k, turns), v, mask)
+        values = attend(rotate(q, turns), rotate(k, turns), v, mask)
         return self.o_proj(values.transpose(1, 2).reshape(count, length, -1))
 
 
@@ -64,8 +66,8 @@ class Block(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(size.width, 1e-5) for _ in range(2))
         self.self_attn, self.mlp = Attention(size), FeedForward(size)
 
-    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turns=turns, mask=mask)
+    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turns=turns, mask=mask, attend=attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -78,10 +80,10 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width, 1e-5)
 
-    def forward(self, tokens: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, tokens: Tensor, *around: Any) -> Tensor:
         x = self.embed_tokens(tokens)
         for block in self.layers:
-            x = block(x, turns, mask)
+            x = block(x, *around)
         return self.norm(x)
 
 
@@ -99,8 +101,8 @@ class GPT(nn.Module):
     rounded up to a multiple of 64, which is faster on a GPU and divides over processes. The weights are drawn as in
     GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
 
-    With `positions` (P,), the model computes only these positions of a sequence, and returns logits (N, P, vocabulary);
-    `attend` in each Attention must then know the other positions.
+    With `positions` (P,), the model computes only these positions of a sequence, and returns logits (N, P, vocabulary).
+    Then `attend(q, k, v, mask)` must know the keys and values of the others.
     """
 
     def __init__(self, size: Size, vocabulary: int, end: int | None = None) -> None:
@@ -108,7 +110,7 @@ class GPT(nn.Module):
         vocabulary += -vocabulary % 64
         self.size, self.end, self.model = size, end, Trunk(size, vocabulary)
         self.lm_head = None if size.tied else nn.Linear(size.width, vocabulary, bias=False)
-        self.logits, self.positions = Logits(), None
+        self.logits, self.positions, self.attend = Logits(), None, attend
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -122,10 +124,11 @@ class GPT(nn.Module):
         """Return the columns of `tokens`, or of labels, (N, T), at the `positions` that this process computes."""
         return tokens if self.positions is None else tokens[:, self.positions]
 
-    def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the cosines and sines (2, P, width of a head / 2) that turn a head, and the mask (N, 1, P, T).
+    def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Attend]:
+        """Return what the blocks need to know of other positions: turns, mask and `attend`.
 
-        Without `end`, the mask is None: attention is causal.
+        The turns, (2, P, width of a head / 2), are the cosines and sines that turn a head. The mask has shape
+        (N, 1, P, T); without `end`, it is None: attention is causal.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
         positions = every if self.positions is None else self.positions
@@ -133,7 +136,7 @@ class GPT(nn.Module):
         speeds = self.size.base ** (-torch.arange(0, width, 2, device=every.device).to(precise) / width)
         angles = positions[:, None] * speeds
         mask = None if self.end is None else same_document(tokens, self.end, positions)
-        return torch.stack([angles.cos(), angles.sin()]), mask
+        return torch.stack([angles.cos(), angles.sin()]), mask, self.attend
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -188,6 +191,8 @@ def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperatu
     if len(weight) != 256:
         return "no sample: only a model of bytes writes text here"
     model.eval()
+    divided = model.positions, model.attend
+    model.positions, model.attend = None, attend
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode() or b"\n")])
     for _ in range(count):
@@ -197,5 +202,6 @@ def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperatu
             logits = logits.full_tensor()
         drawn = torch.multinomial((logits.float().cpu() / temperature).softmax(1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn], 1)
+    model.positions, model.attend = divided
     text = bytes(tokens[0].tolist()).decode(errors="replace")
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

@@ -1,0 +1,52 @@
+"""How context parallelism divides a sequence over the processes of a group; for `train_lm_CP.py` and its children."""
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from . import gpt
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def divide(grid: "DeviceMesh", size: int | None, length: int) -> dict[str, Any]:
+    """Return the shape and the dimension names of a mesh for init_device_mesh(): `grid`, its "data" divided in two.
+
+    They are "data" and "context". A context group has `size` processes: by default 2, or 1 if their number is odd.
+    Raises UsageError if the size does not divide them, or if a sequence of `length` tokens is not divided evenly.
+    """
+    names, shape = [*(grid.mesh_dim_names or ())], [*grid.shape]
+    at = names.index("data")
+    size = size or 2 - shape[at] % 2
+    if shape[at] % size:
+        raise UsageError(f"--context-parallel {size}: does not divide the {shape[at]} processes that share no tensors")
+    pieces = 2 * size * grid["tensor"].size()
+    if length % pieces:
+        raise UsageError(f"--length {length}: not a multiple of {pieces}, twice the processes that share a sequence")
+    return {"mesh_shape": (*shape[:at], shape[at] // size, size, *shape[at + 1:]),
+            "mesh_dim_names": (*names[:at], "data", "context", *names[at + 1:])}
+
+
+def order(length: int, size: int, device: torch.device) -> Tensor:
+    """Return the positions (size, P) that each process of a group computes: two pieces of the 2 x `size` pieces.
+
+    Process r has piece r and piece 2 x `size` - 1 - r: with a causal mask, all processes have equal work, as in Llama 3
+    (arXiv:2407.21783, section 3.3.2).
+    """
+    pieces = torch.arange(length, device=device).view(2, size, -1)
+    return torch.cat([pieces[0], pieces[1].flip(0)], 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rank: int, size: int) -> Tensor:
+    """Return the attention of process `rank`'s queries, (N, heads, P, width), to keys and values of all positions.
+
+    Each of the two pieces attends to the positions up to its own end. See gpt.attend().
+    """
+    half, results = q.shape[2] // 2, []
+    for number, end in enumerate([(rank + 1) * half, (2 * size - rank) * half]):
+        rows = slice(number * half, (number + 1) * half)
+        results.append(gpt.attend(q[:, :, rows], k[:, :, :end], v[:, :, :end],
+                                  None if mask is None else mask[:, :, rows, :end]))
+    return torch.cat(results, 2)
