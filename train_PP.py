@@ -116,7 +116,7 @@ def open_log(args, start_epoch, headline):
 
 # new # PP: the stages of this process, and the order of their forward and backward passes
 def create_schedule(parts, micro_batches, device, group, loss=None):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     stages = [PipelineStage(part, rank + number * world_size, len(parts) * world_size, device, group=group)
               for number, part in enumerate(parts)]
     if len(parts) > 1:

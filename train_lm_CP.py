@@ -10,9 +10,6 @@ Parent: train_lm_TP.py
 import atexit
 import time
 
-# new # lm_CP
-from functools import partial
-
 # new # DDP
 import os
 from datetime import timedelta
@@ -258,7 +255,8 @@ def main(args):
 
     # new # lm_CP: attention alone needs other positions than those of this process
     context_group, order = cube["context"].get_group(), context.order(args.length, cube["context"].size(), device)
-    model.positions, model.attend = order[context_group.rank()], partial(attend, context_group, order)
+    model.positions = order[context_group.rank()]
+    model.attend = lambda *inputs: attend(context_group, order, *inputs)
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:

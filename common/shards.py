@@ -133,15 +133,18 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     `content` itself.
     """
     mine = dict(flatten(content))
-    if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
+    outlines = {path for path, value in mine.items() if isinstance(value, Tensor) and value.is_meta}
+    if not outlines and not any(map(is_sharded, mine.values())):
         return content
-    mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
-    whole = {path: _unshard(value) for path, value in mine.items() if is_sharded(value)}  # the same on all processes
+    mine = {path: value for path, value in mine.items() if path not in outlines}
+    # without stages, all processes have shards of the same tensors
+    same = [path for path, value in mine.items() if is_sharded(value)] if not outlines else []
+    whole = {path: _unshard(mine.pop(path)) for path in same}
     held: list[dict] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items() if path not in whole})
+    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items()})
     for path in dict.fromkeys(path for paths in held for path in paths):
-        owner = next(rank for rank, paths in enumerate(held) if path in paths)
-        whole[path] = _fetch(mine.get(path), owner, held[owner][path])
+        owner, value = next(rank for rank, paths in enumerate(held) if path in paths), mine.get(path)
+        whole[path] = _fetch(_unshard(value) if is_sharded(value) else value, owner, held[owner][path])
     return nest(whole) if dist.get_rank() == 0 else {}
 
 
@@ -171,7 +174,7 @@ def _outline(value: Any) -> Any:
 
 
 def _unshard(value: "DTensor") -> Tensor | None:
-    """Return the full tensor, on the CPU, on rank 0, and None on other ranks; all ranks must call this."""
+    """Return the full tensor, on the CPU, on the first rank of its mesh, and None on others; all must call this."""
     from torch.distributed.tensor import Replicate
 
     placements = list(value.placements)
@@ -180,7 +183,7 @@ def _unshard(value: "DTensor") -> Tensor | None:
     for dim in range(len(placements)) if strided else reversed(range(len(placements))):
         placements[dim] = Replicate()
         value = value.redistribute(placements=placements)
-    return value.to_local().cpu() if dist.get_rank() == 0 else None
+    return value.to_local().cpu() if dist.get_rank() == value.device_mesh.mesh.min() else None
 
 
 def _fetch(value: Any, owner: int, outline: Any) -> Any:
@@ -220,7 +223,7 @@ def _share(value: Any, like: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
         return copied(value)
     if like.is_meta:
-        return torch.empty_like(value, device="meta")
+        return torch.empty_like(like)
     return _cut(value, like).clone() if is_sharded(like) else copied(value)
 
 
@@ -255,28 +258,28 @@ def fill(model: nn.Module, weights: Weights, device: torch.device,
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
-                   group: dist.ProcessGroup | None = None) -> Tensor | None:
+                   group: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()) -> Tensor | None:
     """Scale the gradients of `parameters` down to the norm `max_norm` if their norm is greater; return their norm.
 
     Without `max_norm`, it does nothing. The norm is that of the full gradients. torch's clip_grad_norm_ rejects
     parameters on different meshes, and in torch 2.9 returns the norm of one shard. With `group`, whose processes have
-    different parameters (the stages of a pipeline), the norm covers the parameters of all of them. All processes must
-    call this.
+    different parameters (the stages of a pipeline), the norm covers the parameters of all of them, except `copies` of
+    parameters that another process has. All processes must call this.
     """
     if max_norm is None:
         return None
     held = [parameter for parameter in parameters if not parameter.is_meta]
-    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-    parts: dict[tuple, list[Tensor]] = {}  # keys: the process groups that have the other shards
-    for gradient in gradients:
+    once = {id(copy) for copy in copies}
+    parts: dict[tuple, list[Tensor]] = {}  # keys: the process groups that have the other shards, and whether it counts
+    for parameter, gradient in [(each, each.grad) for each in held if each.grad is not None]:
         groups: tuple = ()
         if is_sharded(gradient):
             mesh, placements = gradient.device_mesh, gradient.placements
             groups = tuple(mesh.get_group(i) for i, place in enumerate(placements) if not place.is_replicate())
             gradient = gradient.to_local()
-        parts.setdefault(groups, []).append(gradient)
+        parts.setdefault((groups, id(parameter) not in once), []).append(gradient)
     squares = []
-    for groups, local in parts.items():
+    for groups, local in [(groups, local) for (groups, counts), local in parts.items() if counts]:
         squares.append(torch.nn.utils.get_total_norm(local).square())  # few kernels, however many gradients
         for each in groups:
             dist.all_reduce(squares[-1], group=each)

@@ -71,6 +71,8 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
     name, = mesh.mesh_dim_names or ("",)
     values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
     for value in filter(shards.is_sharded, [*model.parameters(), *values]):
+        if value.is_meta:  # another stage's
+            continue
         places = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements))
         if name not in places or places[name].is_replicate():
             dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)
