@@ -30,7 +30,7 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
 
     # new # lm
-    parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="default: Python's code")
+    parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
     parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Size(NamedTuple):
-    """The numbers of a model; the names in config.json of Hugging Face's Llama are in `export.py`."""
+    """The dimensions and options of a model, as in Llama."""
 
     width: int
     layers: int
@@ -16,7 +16,7 @@ class Size(NamedTuple):
     groups: int  # heads of keys and values; several heads of queries share one (arXiv:2305.13245)
     hidden: int  # width of the feed-forward layer
     tied: bool = True  # one weight serves as the embedding and as the last layer
-    base: float = 10000.0  # of the rotary positions
+    base: float = 10000.0  # the base of the rotary positions' frequencies
 
 
 SIZES = {"gpt_tiny": Size(128, 4, 4, 2, 448), "gpt_124m": Size(768, 12, 12, 12, 2048),
@@ -88,8 +88,8 @@ class Trunk(nn.Module):
 class GPT(nn.Module):
     """Tokens `int64` (N, T) to logits (N, T, vocabulary) of the next tokens.
 
-    With `end`, a token attends only to its own document: those after the last token `end` before it. The weights are
-    drawn as in GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
+    With `end`, a token attends only to its own document, which starts after the last earlier token `end`. The weights
+    are drawn as in GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
     """
 
     def __init__(self, size: Size, vocabulary: int, end: int | None = None) -> None:
@@ -108,7 +108,7 @@ class GPT(nn.Module):
         return F.linear(self.model(tokens, turns, mask), last)
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the cosines and sines, (2, T, width of a head / 2), by which the `positions` (T,) turn a head."""
+        """Return the cosines and sines, (2, T, width of a head / 2), by which rotate() turns each of the `positions`."""
         width = self.size.width // self.size.heads
         speeds = self.size.base ** (-torch.arange(0, width, 2, device=positions.device).double() / width)
         angles = positions[:, None].double() * speeds
@@ -116,13 +116,13 @@ class GPT(nn.Module):
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn each pair of a head's numbers, (N, heads, T, width); number i belongs to number i + width / 2."""
+    """Turn each pair of a head's numbers, (N, heads, T, width); numbers i and i + width / 2 form a pair."""
     (cos, sin), (one, two) = turns, x.chunk(2, -1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
 def same_document(tokens: Tensor, end: int) -> Tensor:
-    """Return the mask (N, 1, T, T): whether a token attends to another one, at or before it, of its document."""
+    """Return the mask (N, 1, T, T): a token attends to the tokens of its own document up to its own position."""
     document = (tokens == end).cumsum(1) - (tokens == end).long()  # `end` itself belongs to the document before it
     return (document[:, :, None] == document[:, None, :]).tril()[:, None]
 
@@ -138,7 +138,7 @@ def bits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return a metric: for each window (N,), the share of tokens that the model would have guessed."""
+    """Return a metric: for each window (N,), the fraction of the labels that the model predicts correctly."""
     return (logits.argmax(2) == labels).to(logits.dtype).mean(1)
 
 
@@ -146,7 +146,7 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperature: float = 0.8) -> str:
     """Return `prompt` and `count` bytes that the model draws after it, reading at most the last `length` bytes.
 
-    Bytes that are no printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal.
+    Bytes that are not printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)
