@@ -108,7 +108,7 @@ class GPT(nn.Module):
         return F.linear(self.model(tokens, turns, mask), last)
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the cosines and sines, (2, T, width of a head / 2), by which rotate() turns each of the `positions`."""
+        """Return the cosines and sines, (2, T, width of a head / 2), with which rotate() turns heads at `positions`."""
         width = self.size.width // self.size.heads
         speeds = self.size.base ** (-torch.arange(0, width, 2, device=positions.device).double() / width)
         angles = positions[:, None].double() * speeds
