@@ -5,7 +5,7 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
 Launch it on all hosts, as you launch training. It needs only torch. Exit code 0: fit to train. 1: a finding prevents
-training. 2: wrong usage. Launchers turn each failure into 1. If a stage, or one measurement, takes longer than --limit,
+training. 2: wrong usage. Launchers report any failure as 1. If a stage, or one measurement, takes longer than --limit,
 the report names the stage and the ranks that are missing, silent or unreachable. If torchrun itself waits for a host,
 it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is defined as in
 nccl-tests. You can compare it with the speed of the links for any number of ranks.
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 STAGES = "name port store ranks pairs folder group all-reduce collectives product bandwidth report".split()
-REMEDIES = {  # of the findings, worst first
+REMEDIES = {  # what to do about each finding, worst first
     "name": "correct MASTER_ADDR, or add the name to DNS or /etc/hosts on this host; an IP address works, too",
     "port-in-use": "choose another MASTER_PORT, or end the process that listens there (ss -ltnp)",
     "port": "if refused, start rank 0 on the host MASTER_ADDR; if timed out, open the port in the firewall",
@@ -99,7 +99,7 @@ def judge(everyone):
                 ("not-shared", not my["sees"] and not my["refused"] and not here[0]["refused"], True,
                  "the folder does not show the file that rank 0 has written"),
                 ("rename", my["torn"], True, "a file that rank 0 replaced was missing or incomplete"),
-                ("locks", sum(facts["locked"] for facts in here) > 1, False, "no lock in the folder keeps others out"),
+                ("locks", sum(facts["locked"] for facts in here) > 1, False, "the folder has no working locks"),
                 ("shm", my["shm"] < 1024, my["shm"] < 32, f"/dev/shm has {my['shm']:.0f} MiB"),
                 ("open-files", my["open-files"] < 4096, my["open-files"] < 256, f"only {my['open-files']} open files"),
                 ("memory", my["memory"] < 1024 * len(near), False, f"{len(near)} share {my['memory']:.0f} MiB"),
@@ -208,7 +208,7 @@ def visit(peer):
 
 
 class Team:
-    """All ranks, which talk through a store. If a stage exceeds --limit, a thread reports it and ends this process."""
+    """All ranks, connected by a store. If a stage exceeds --limit, a thread reports this and ends the process."""
 
     def __init__(self, options, rank, world, local_rank, head, port):
         self.options, self.rank, self.world, self.local_rank = options, rank, world, local_rank
@@ -249,7 +249,7 @@ class Team:
         threading.Thread(target=self.follow, daemon=True).start()
 
     def exchange(self, step, **news):
-        """Publish this rank's news, wait until every rank has done so for this step, and update `everyone`."""
+        """Publish this rank's `news`, wait until every rank has done so for this step, and update `everyone`."""
         self.store.set(f"{step}/{self.rank}", json.dumps(news))
         texts = self.store.multi_get([f"{step}/{rank}" for rank in range(self.world)])
         for facts, text in zip(self.everyone, texts):
@@ -272,7 +272,7 @@ class Team:
             self.end(finding("store", f"rank {self.rank}: the store at {self.head}:{self.port} does not answer"))
 
     def find_out(self):
-        """Tell the others that a stage takes too long, and see which ranks answer. The first of them reports."""
+        """Tell the others that a stage takes too long, and see which ranks answer. The first that answers reports."""
         where, me = f"{self.head}:{self.port}", f"rank {self.rank} on {socket.gethostname()}"
         if self.stage in ("name", "port"):
             what = "resolve" if self.stage == "name" else "reach"

@@ -5,8 +5,9 @@
     python -m torch.distributed.launch --nproc_per_node=2 loader.py --data-source DATA --batch-size 16
 
 DATA contains {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in
-./data. If --resize makes a JPEG at least four times smaller, it is decoded at 1/2, 1/4 or 1/8 scale. In
-photos, pixels differ from those of a full decode by at most 12 (of 255), on average by less than 2.
+./data. If --resize makes a JPEG at least four times smaller, the script decodes it at 1/2, 1/4 or 1/8 scale.
+In photos, its pixels then differ from those of a full decode by at most 12 (of 255), on average by less
+than 2.
 
 In a training script, call build_loader after init_process_group:
 
@@ -38,7 +39,7 @@ def parse_args():
     parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: no resize")
     parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
-    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
+    parser.add_argument("--workers", type=cli.count, help="reader processes (default: depends on cores)")
     parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
     parser.add_argument("--seed", type=cli.count, default=1234, help="for order, crops and flips")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -48,7 +49,7 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access. A batch is (its slot's number in the ring, its length)."""
+    """Pairs, decoded and cropped on access. It returns a batch's slot in the ring and its length."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
@@ -79,7 +80,7 @@ class PairDataset:
 class PairLoader:
     """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
 
-    Each pass is the next epoch and has its own order and crops.
+    Each pass over the loader is one epoch, with its own order and crops.
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
@@ -94,9 +95,9 @@ class PairLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch, skip=0):
-        """Set the epoch of the next pass, for a resumed run; later passes continue from it.
+        """Set the epoch of the next pass, to resume a run; later passes count on from there.
 
-        That pass skips the first `skip` pairs over all processes (whole batches) without decoding them.
+        The next pass skips `skip` pairs: whole batches, over all processes. It does not decode them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -120,9 +121,9 @@ class PairLoader:
 def build_loader(args):
     """Return this process's share of the pairs: a sized iterable of batches `(images, targets)`.
 
-    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair exactly once, on
-    one of the processes; the last batch may be smaller. Raises UsageError for mismatched pairs, and
-    ProcessError for a file that cannot be read.
+    "train" shuffles each epoch and drops the incomplete last batch. In "test", exactly one process reads
+    each pair, and the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError
+    for a file that cannot be read.
     """
     device = devices.select_device(args.device)
     devices.keep_freed_memory(device)
@@ -173,7 +174,7 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

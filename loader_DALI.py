@@ -5,9 +5,9 @@
     python loader_DALI.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
 
-Pairs, order, crops and flips are those of loader.py. DALI decodes only the region of the crop, at full
-scale. On a CPU, pixels differ by at most 1 (of 255), but by up to 12 in the outermost rows and columns of a
-crop, and in photos that loader.py decodes at a reduced scale.
+Pairs, order, crops and flips are the same as in loader.py. DALI decodes only the region of the crop, at full
+scale. On a CPU, pixels differ from loader.py's by at most 1 (of 255). They differ by up to 12 in the
+outermost rows and columns of a crop, and in photos that loader.py decodes at a reduced scale.
 
 Parent: loader.py
 """
@@ -50,7 +50,7 @@ def parse_args():
     parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: no resize")
     parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
-    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
+    parser.add_argument("--workers", type=cli.count, help="reader processes (default: depends on cores)")
     parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
     parser.add_argument("--seed", type=cli.count, default=1234, help="for order, crops and flips")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -61,7 +61,7 @@ def parse_args():
 
 # new # DALI: DALI requests batches by number, so workers can prepare them in any order
 class PairSource:
-    """This process's share of the pairs, batch by batch: encoded files and the position of the crop in each.
+    """Returns batch after batch of this process's pairs: encoded files, and the position of each crop.
 
     StopIteration ends an epoch. Each epoch has its own order and crops.
     """
@@ -94,7 +94,7 @@ class PairSource:
         files, sizes = zip(*map(pairs.read_encoded, paths), strict=True)
         cut = self.cuts.choose(epoch, index, paths, sizes)
 
-        # Coordinates are (y, x); before the resize, those of the crop are fractional
+        # Coordinates are (y, x); the crop has fractional coordinates in the original image
         size, scale = np.array(sizes[0]), np.array(sizes[0]) / cut.size
         start = np.array([cut.top, cut.left]) * scale
         end = start + self.cuts.crop * scale
@@ -125,7 +125,7 @@ def pair_pipeline(source, crop, on_gpu, workers):
 class PairLoader:
     """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
 
-    Each pass is the next epoch and has its own order and crops.
+    Each pass over the loader is one epoch, with its own order and crops.
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
@@ -143,9 +143,9 @@ class PairLoader:
         return self.batches
 
     def set_epoch(self, epoch, skip=0):
-        """Set the epoch of the next pass, for a resumed run; later passes continue from it.
+        """Set the epoch of the next pass, to resume a run; later passes count on from there.
 
-        That pass skips the first `skip` pairs over all processes (whole batches) without decoding them.
+        The next pass skips `skip` pairs: whole batches, over all processes. It does not decode them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -153,7 +153,7 @@ class PairLoader:
         epoch, self.epoch = self.epoch, self.epoch + 1
         skip, self.skip = self.skip, 0
 
-        # new # DALI: the pipeline continues with the next epoch; for any other start, restart it
+        # new # DALI: the pipeline continues with the next epoch; restart it for any other position
         if not self.batches:
             return
         step = skip
@@ -194,9 +194,9 @@ class PairLoader:
 def build_loader(args):
     """Return this process's share of the pairs: a sized iterable of batches `(images, targets)`.
 
-    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair exactly once, on
-    one of the processes; the last batch may be smaller. Raises UsageError for mismatched pairs, and
-    ProcessError for a file that cannot be read.
+    "train" shuffles each epoch and drops the incomplete last batch. In "test", exactly one process reads
+    each pair, and the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError
+    for a file that cannot be read.
     """
     device = devices.select_device(args.device)
     devices.keep_freed_memory(device)
@@ -247,7 +247,7 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -6,10 +6,10 @@
     python loader_streaming.py --data-source https://HOST/SHARDS --workers 4
     python -m torch.distributed.launch --nproc_per_node=2 loader_streaming.py --data-source SHARDS
 
-The second command writes the shards; without --data-source, the script uses samples. Each worker reads one
-contiguous part of the shards, so write several for each worker. In "train", each epoch shuffles the shards,
-and a buffer shuffles the pairs. The batches depend on the numbers of processes and workers: to resume
-within an epoch, use the same numbers, batch size, buffer and seed.
+The second command writes the shards; without --data-source, the script creates samples. Each worker reads
+one contiguous part of the shards, so write several shards per worker. In "train", each epoch shuffles the
+shards, and a buffer shuffles the pairs. The batches depend on the numbers of processes and workers: to
+resume within an epoch, use the same numbers, batch size, buffer and seed.
 
 Parent: loader.py
 """
@@ -41,14 +41,14 @@ def parse_args():
 
     parser.add_argument("--split", choices=["train", "test"], default="train", help="what to read")
 
-    # new # streaming: what the files of a pair are called
+    # new # streaming: the names of the two files of a pair
     parser.add_argument("--img-dir", default="img", help="input images in the shards: KEY.img.*")
     parser.add_argument("--gt-dir", default="gt", help="target images in the shards: KEY.gt.*")
 
     parser.add_argument("--resize", type=cli.count, default=256, help="shorter side in pixels; 0: no resize")
     parser.add_argument("--crop", type=cli.positive_int, default=224, help="side length in pixels")
     parser.add_argument("--batch-size", type=cli.positive_int, default=8, help="samples over ALL processes")
-    parser.add_argument("--workers", type=cli.count, help="reader processes (default: from the core count)")
+    parser.add_argument("--workers", type=cli.count, help="reader processes (default: depends on cores)")
     parser.add_argument("--epochs", type=cli.positive_int, default=2, help="passes over the pairs")
     parser.add_argument("--seed", type=cli.count, default=1234, help="for order, crops and flips")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
@@ -58,7 +58,7 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access. A batch is (its slot's number in the ring, its length)."""
+    """Pairs, decoded and cropped on access. It returns a batch's slot in the ring and its length."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
@@ -83,7 +83,7 @@ class PairDataset:
 
 # new # streaming: each worker reads a part of its process's share in sequence, and makes whole batches
 class Stream(PairDataset, IterableDataset):
-    """The pairs of one process: a range of places in the sequence of shards, which each epoch shuffles."""
+    """The pairs of one process: a range of positions in the shards, whose order each epoch shuffles."""
 
     def __init__(self, pair_list, cuts, share, batch_size):
         super().__init__(pair_list, cuts)
@@ -108,11 +108,11 @@ class Stream(PairDataset, IterableDataset):
             yield slot, len(places)
 
     def _plan(self, epoch, skip):
-        """Return the shards in this epoch's order, and the places of the pairs that this worker delivers."""
+        """Return the shards in this epoch's order, and the positions of the pairs that this worker reads."""
         worker = get_worker_info()
         worker, workers = (worker.id, worker.num_workers) if worker else (0, 1)
 
-        # Workers deliver batches in turn. After a resume, the first batch comes from worker 0 again
+        # Workers deliver batches in turn. In a resumed run, worker 0 again delivers the first batch
         turn = (skip + worker) % workers
         batches = -(-len(self.share) // self.batch_size)
         counts = [len(range((batches + part) % workers, batches, workers)) for part in range(workers)]
@@ -130,7 +130,7 @@ class Stream(PairDataset, IterableDataset):
 
 # new # streaming: simulate the buffer, so that a resumed run knows which pairs were delivered
 def buffered(places, size, seed):
-    """Return the places in the order in which a shuffle buffer of `size` pairs releases them."""
+    """Return the positions in the order in which a shuffle buffer of `size` pairs returns them."""
     draw, buffer, order = random.Random(seed), [], []
     for place in places:
         if len(buffer) < size:
@@ -146,7 +146,7 @@ def buffered(places, size, seed):
 class PairLoader:
     """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
 
-    Each pass is the next epoch and has its own order and crops.
+    Each pass over the loader is one epoch, with its own order and crops.
     """
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
@@ -167,9 +167,9 @@ class PairLoader:
         return -(-len(self.sampler) // self.batch_size)
 
     def set_epoch(self, epoch, skip=0):
-        """Set the epoch of the next pass, for a resumed run; later passes continue from it.
+        """Set the epoch of the next pass, to resume a run; later passes count on from there.
 
-        That pass skips the first `skip` pairs over all processes (whole batches) without decoding them.
+        The next pass skips `skip` pairs: whole batches, over all processes. It does not decode them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -196,9 +196,9 @@ class PairLoader:
 def build_loader(args):
     """Return this process's share of the pairs: a sized iterable of batches `(images, targets)`.
 
-    "train" shuffles each epoch and drops the incomplete last batch. "test" reads each pair exactly once, on
-    one of the processes; the last batch may be smaller. Raises UsageError for mismatched pairs, and
-    ProcessError for a file that cannot be read.
+    "train" shuffles each epoch and drops the incomplete last batch. In "test", exactly one process reads
+    each pair, and the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError
+    for a file that cannot be read.
     """
     device = devices.select_device(args.device)
     devices.keep_freed_memory(device)
@@ -215,7 +215,7 @@ def build_loader(args):
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
 
-    # new # streaming: contiguous shares, so that a process opens few shards; of equal length in "train"
+    # new # streaming: each share is contiguous, to open few shards; in "train", shares have equal lengths
     size = len(pair_list) // args.batch_size * batch_size
     sampler = range(rank * size, (rank + 1) * size)
     if not cuts.train:
@@ -256,7 +256,7 @@ def main(args):
 
 
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 

@@ -41,15 +41,15 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for batch size 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -67,7 +67,7 @@ def parse_args():
 
 @torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
@@ -82,12 +82,12 @@ def evaluate(model, loader, normalize, device):
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
-    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
     return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -100,7 +100,7 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
+    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 
@@ -121,7 +121,7 @@ def main(args):
     # yours: the model
     model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
 
-    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -131,12 +131,12 @@ def main(args):
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
-    # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
+    # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
-    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
@@ -160,14 +160,14 @@ def main(args):
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # new # DDP: only one process writes
+    # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
-        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -175,7 +175,7 @@ def main(args):
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
 
-        # new # DDP: only one process shows a bar
+        # new # DDP: only one process shows a progress bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
@@ -194,7 +194,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # DDP: all processes get the same value, so either all stop or none do
+            # new # DDP: all processes get the same loss, so either all of them stop or none
             train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -208,9 +208,9 @@ def main(args):
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        score = metrics["accuracy"]  # yours: the score; best.pt is the epoch with the highest score
         lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
@@ -218,7 +218,7 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")
@@ -236,11 +236,11 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
+    # Prepare the device first, or NCCL opens a context on device 0 and misses --deterministic's settings
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

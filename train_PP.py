@@ -1,4 +1,4 @@
-"""Train a model as a pipeline: each process computes a stage, and micro-batches pass through the stages.
+"""Train a model as a pipeline: each process computes one stage, and micro-batches pass through all stages.
 
     torchrun --nproc-per-node=2 train_PP.py --model vit
     torchrun --nproc-per-node=4 train_PP.py --dataset cifar100 --model vit_base --micro-batches 16 --chunks 2
@@ -49,15 +49,15 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for batch size 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -72,7 +72,7 @@ def parse_args():
     parser.add_argument("--micro-batches", type=cli.positive_int, help="per batch (default: from stages)")
     parser.add_argument("--chunks", type=cli.positive_int, default=1, help="stages per process, interleaved")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, in evaluation too")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also to evaluate")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
@@ -81,7 +81,7 @@ def parse_args():
 
 @torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
@@ -101,12 +101,12 @@ def evaluate(model, loader, normalize, device):
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
-    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
     return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -136,14 +136,14 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
+    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    # new # PP: every process reads whole batches: the first stage needs the images, the last one the labels
+    # new # PP: every process reads whole batches: the first stage needs the images, the last the labels
     local_batch_size = args.batch_size
     micro_batches = pipeline.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
     sampler = DistributedSampler(train_set, 1, 0, seed=datasets.mix(args.seed), drop_last=True)
@@ -159,10 +159,10 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    # new # PP: the model has no data yet; later, every process draws all weights and keeps its layers
+    # new # PP: create tensors without data; later, each process draws all weights and keeps its layers
     model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
-    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -170,14 +170,14 @@ def main(args):
     if args.freeze_layers:
         models.freeze_layers(model)
 
-    # new # PP: the layers of other processes stay on the meta device, under their names
+    # new # PP: the layers of other processes stay on the meta device and keep their names
     parts = pipeline.cut(model, world_size * args.chunks, args.bf16)[rank::world_size]
     shards.fill(model, weights, device, parts)
     group = pipeline.create_group(device)
     schedule = create_schedule(parts, micro_batches, device, group, criterion)
     model.forward = partial(forward, create_schedule(parts, micro_batches, device, group), local_batch_size)
 
-    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
@@ -203,14 +203,14 @@ def main(args):
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # new # DDP: only one process writes
+    # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
-        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -218,14 +218,14 @@ def main(args):
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
 
-        # new # DDP: only one process shows a bar
+        # new # DDP: only one process shows a progress bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # new # PP: forward and backward of each micro-batch; the last stage computes the losses
+            # new # PP: run forward and backward on each micro-batch; the last stage computes the losses
             losses, inputs = [], [normalize(images)][:rank == 0]
             schedule.step(*inputs, target=labels, losses=losses)
             loss = sum(losses, torch.zeros((), device=device)) / micro_batches
@@ -241,7 +241,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # PP: the other stages add zeros
+            # new # PP: only the last stage has a loss; the others add zero
             train_loss = reduce.reduce_sum(loss_sum).item() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -249,13 +249,13 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # new # PP: no buffers to broadcast: each layer is in one process
+        # new # PP: no buffers to broadcast: each layer exists in only one process
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        score = metrics["accuracy"]  # yours: the score; best.pt is the epoch with the highest score
         lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
 
         # new # PP: gather whole tensors in rank 0's host memory; all processes must take part
@@ -265,7 +265,7 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")
@@ -283,11 +283,11 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
+    # Prepare the device first, or NCCL opens a context on device 0 and misses --deterministic's settings
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

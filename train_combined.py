@@ -1,10 +1,10 @@
 """Train with mixed precision, accumulation, clipping, snapshots, restarts and the usual recipe together.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # torch 2.15 and older: without it, restarts fail
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts fail without this
     torchrun --nproc-per-node=gpu --max-restarts=3 train_combined.py --resume auto
     torchrun --nproc-per-node=gpu train_combined.py --dataset cifar100 --model resnet18 --batch-size 1024 \
         --clip-norm 1 --warm-up 500 --ema 0.999 --label-smoothing 0.1 --compile
-    torchrun --nproc-per-node=2 train_combined.py --accum-steps 1 --precision fp32  # as train_DDP.py
+    torchrun --nproc-per-node=2 train_combined.py --accum-steps 1 --precision fp32  # like train_DDP.py
 
 Parents: train_amp.py, train_grad_accum.py, train_elastic.py
 """
@@ -54,15 +54,15 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for batch size 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -85,8 +85,8 @@ def parse_args():
     # new # grad_accum
     parser.add_argument("--accum-steps", type=cli.positive_int, default=4, help="micro-batches per step")
 
-    # new # combined: the recipe; by default, each option is off and changes nothing
-    parser.add_argument("--warm-up", type=cli.count, default=0, help="steps up to the full learning rate")
+    # new # combined: the recipe; all of its options are off by default
+    parser.add_argument("--warm-up", type=cli.count, default=0, help="steps until the full learning rate")
     parser.add_argument("--label-smoothing", type=cli.fraction, default=0, help="in the training loss only")
     parser.add_argument("--ema", type=cli.fraction, default=0, help="decay of the averaged weights; 0: none")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
@@ -106,7 +106,7 @@ class ResumableSampler(DistributedSampler):
 
 @torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
@@ -121,7 +121,7 @@ def evaluate(model, loader, normalize, device):
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
-    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
     return loss / count, metrics
 
 
@@ -136,7 +136,7 @@ def evaluate_average(average, model, loader, normalize, device):
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -149,11 +149,11 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # new # elastic: a signal sets a flag; the loop stops once all processes know of it
+    # new # elastic: a signal sets a flag; the loop stops once all processes know about the signal
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
     snapshots = checkpoint.BackgroundWriter()
 
-    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
+    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 
@@ -170,7 +170,7 @@ def main(args):
 
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
 
-    # new # elastic: loader workers ignore the scheduler's signals; this process handles them
+    # new # elastic: loader workers ignore the signals of Slurm or a launcher; this process handles them
     options = [of_set | {"worker_init_fn": signals.shield_worker} for of_set in options]
 
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
@@ -184,7 +184,7 @@ def main(args):
     # yours: the model
     model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
 
-    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -193,17 +193,17 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # new # combined: DDP: compile block by block: equal blocks compile once, no graph ends at a bucket
+    # new # combined: DDP: compile by block: equal blocks compile once, and DDP's buckets split no graph
     if args.compile:
         recipe.compile_blocks(model)
 
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
-    # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
+    # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
-    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
@@ -256,14 +256,14 @@ def main(args):
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # new # DDP: only one process writes
+    # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
-        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -274,12 +274,12 @@ def main(args):
 
         model.train()
 
-        # new # elastic: continue the epoch's sum of losses
+        # new # elastic: start from the sum of losses over the finished steps
         loss_sum = torch.full((), train_loss * first_step, device=device)
 
         start = time.perf_counter()
 
-        # new # DDP: only one process shows a bar
+        # new # DDP: only one process shows a progress bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         # new # elastic: steps count from the start of the epoch; dropout depends on the step
@@ -302,7 +302,7 @@ def main(args):
 
                     loss = loss * len(part_labels) / local_batch_size
 
-                    # new # combined: amp + grad_accum: one scale per step, or the sum would be wrong
+                    # new # combined: amp + grad_accum: all micro-batches of a step need the same scale
                     scaler.scale(loss).backward()
 
                     loss_sum += loss.detach()
@@ -310,13 +310,13 @@ def main(args):
             # new # grad_accum: the last part runs outside no_sync, so DDP reduces the accumulated gradient
             images, labels = last_part
 
-            # new # amp: autocast picks the precision of each operation; backward follows it
+            # new # amp: autocast picks the precision of each operation; backward() uses the same
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                 # new # combined: amp: the training loss, which can smooth labels
                 loss = train_criterion(parallel_model(normalize(images)), labels)
 
-            # new # grad_accum: weight by size: micro-batches may differ in size
+            # new # grad_accum: weight the loss by size, because micro-batches may differ in size
             loss = loss * len(labels) / local_batch_size
 
             # new # amp: unscale before clipping, which needs the norm of the true gradients
@@ -332,12 +332,12 @@ def main(args):
 
             # Reading the loss waits for the device: do it only every --log-every steps
 
-            # new # elastic: also read it when a snapshot is due
+            # new # elastic: also read the loss when a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
 
                 continue
 
-            # new # elastic: one reduction carries the loss and tells all processes of a signal
+            # new # elastic: one reduction sums the loss and tells all processes about a signal
             sums = torch.stack([loss_sum, torch.tensor(float(stop.is_set()), device=device)])
             loss_total, stopping = reduce.reduce_sum(sums).tolist()
             train_loss = loss_total / world_size / step
@@ -345,7 +345,7 @@ def main(args):
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
-            # new # elastic: copy the weights now, write them while training continues
+            # new # elastic: copy the weights now, and write the copy while training continues
             if stopping or step % args.snapshot_every == 0:
                 norm = torch.nn.utils.get_total_norm(model.parameters()).item()
                 errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
@@ -371,16 +371,16 @@ def main(args):
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
 
-        # new # combined: DDP: with rank 0's statistics
+        # new # combined: DDP: after the broadcast, which sets rank 0's BatchNorm statistics
         metrics |= evaluate_average(average, model, val_loader, normalize, device)
 
-        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        score = metrics["accuracy"]  # yours: the score; best.pt is the epoch with the highest score
         lr = optimizer.param_groups[0]["lr"]
 
-        # new # combined: show the rate that the last update used
+        # new # combined: show the learning rate of the last update
         lr *= state["warm_up"].factor
 
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
@@ -391,13 +391,13 @@ def main(args):
         # new # elastic: finish writing the older snapshot first
         snapshots.wait()
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")
         checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
-        # new # elastic: count only the steps of this run
+        # new # elastic: the speed counts only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
 
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -415,11 +415,11 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
+    # Prepare the device first, or NCCL opens a context on device 0 and misses --deterministic's settings
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

@@ -1,14 +1,14 @@
 """Train through interruptions: snapshots within an epoch, a graceful stop on a signal, restarts.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # torch 2.15 and older: without it, restarts fail
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts fail without this
     torchrun --nproc-per-node=gpu --max-restarts=3 train_elastic.py --resume auto
     torchrun --nnodes=1:2 --nproc-per-node=gpu --max-restarts=3 --rdzv-id=1 --rdzv-backend=c10d \
         --rdzv-endpoint=HOST1:29400 train_elastic.py --resume auto
     sbatch launch/elastic.sbatch
 
-On SIGTERM or SIGUSR1, it saves a snapshot and exits with code 85; torchrun itself exits with 1. The same
-command resumes there and reaches bit-identical weights. With a different number of processes, the weights
-differ only by rounding.
+On SIGTERM or SIGUSR1, the script saves a snapshot and exits with code 85; torchrun itself exits with 1. The
+same command resumes from the snapshot and reaches bit-identical weights. With a different number of
+processes, the weights differ only by rounding.
 
 Parent: train_DDP.py
 """
@@ -52,15 +52,15 @@ def parse_args():
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for batch size 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -89,7 +89,7 @@ class ResumableSampler(DistributedSampler):
 
 @torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
@@ -104,12 +104,12 @@ def evaluate(model, loader, normalize, device):
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
-    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
     return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -122,11 +122,11 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # new # elastic: a signal sets a flag; the loop stops once all processes know of it
+    # new # elastic: a signal sets a flag; the loop stops once all processes know about the signal
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
     snapshots = checkpoint.BackgroundWriter()
 
-    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
+    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 
@@ -139,7 +139,7 @@ def main(args):
 
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
 
-    # new # elastic: loader workers ignore the scheduler's signals; this process handles them
+    # new # elastic: loader workers ignore the signals of Slurm or a launcher; this process handles them
     options = [of_set | {"worker_init_fn": signals.shield_worker} for of_set in options]
 
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
@@ -153,7 +153,7 @@ def main(args):
     # yours: the model
     model = models.create_model(args.model, *datasets.classes_and_shape(train_set))
 
-    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -163,12 +163,12 @@ def main(args):
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
-    # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
+    # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
-    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
@@ -200,14 +200,14 @@ def main(args):
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # new # DDP: only one process writes
+    # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
-        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -218,12 +218,12 @@ def main(args):
 
         model.train()
 
-        # new # elastic: continue the epoch's sum of losses
+        # new # elastic: start from the sum of losses over the finished steps
         loss_sum = torch.full((), train_loss * first_step, device=device)
 
         start = time.perf_counter()
 
-        # new # DDP: only one process shows a bar
+        # new # DDP: only one process shows a progress bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         # new # elastic: steps count from the start of the epoch; dropout depends on the step
@@ -244,12 +244,12 @@ def main(args):
 
             # Reading the loss waits for the device: do it only every --log-every steps
 
-            # new # elastic: also read it when a snapshot is due
+            # new # elastic: also read the loss when a snapshot is due
             if step % args.log_every and step % args.snapshot_every and step < len(train_loader):
 
                 continue
 
-            # new # elastic: one reduction carries the loss and tells all processes of a signal
+            # new # elastic: one reduction sums the loss and tells all processes about a signal
             sums = torch.stack([loss_sum, torch.tensor(float(stop.is_set()), device=device)])
             loss_total, stopping = reduce.reduce_sum(sums).tolist()
             train_loss = loss_total / world_size / step
@@ -257,7 +257,7 @@ def main(args):
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
-            # new # elastic: copy the weights now, write them while training continues
+            # new # elastic: copy the weights now, and write the copy while training continues
             if stopping or step % args.snapshot_every == 0:
                 norm = torch.nn.utils.get_total_norm(model.parameters()).item()
                 errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
@@ -282,9 +282,9 @@ def main(args):
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-        score = metrics["accuracy"]  # yours: the score; best.pt has the highest
+        score = metrics["accuracy"]  # yours: the score; best.pt is the epoch with the highest score
         lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
@@ -295,13 +295,13 @@ def main(args):
         # new # elastic: finish writing the older snapshot first
         snapshots.wait()
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")
         checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
-        # new # elastic: count only the steps of this run
+        # new # elastic: the speed counts only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds
 
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
@@ -315,11 +315,11 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
+    # Prepare the device first, or NCCL opens a context on device 0 and misses --deterministic's settings
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

@@ -31,11 +31,11 @@ def parse_args():
 
     # new # lm
     parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
-    parser.add_argument("--data-path", default="data", help="file or folder of text; folder of tokens")
+    parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
-    parser.add_argument("--document-mask", action="store_true", help="no attention to other documents")
-    parser.add_argument("--sample", default="def ", help="what the text that the model writes starts with")
+    parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
+    parser.add_argument("--sample", default="def ", help="beginning of the text that the model writes")
     parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
@@ -44,8 +44,8 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
 
     # new # lm
-    parser.add_argument("--lr", type=cli.positive, default=2e-3, help="rate of AdamW, for any batch")
-    parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps with a rising rate")
+    parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
+    parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
 
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
 
@@ -55,9 +55,9 @@ def parse_args():
 
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -67,7 +67,7 @@ def parse_args():
 
 @torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
@@ -79,12 +79,12 @@ def evaluate(model, loader, normalize, device):
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
-    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
     return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -189,11 +189,11 @@ def main(args):
         sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
 
         lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")

@@ -72,11 +72,11 @@ def parse_args():
 
     # new # lm
     parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
-    parser.add_argument("--data-path", default="data", help="file or folder of text; folder of tokens")
+    parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
-    parser.add_argument("--document-mask", action="store_true", help="no attention to other documents")
-    parser.add_argument("--sample", default="def ", help="what the text that the model writes starts with")
+    parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
+    parser.add_argument("--sample", default="def ", help="beginning of the text that the model writes")
     parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
@@ -85,8 +85,8 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
 
     # new # lm
-    parser.add_argument("--lr", type=cli.positive, default=2e-3, help="rate of AdamW, for any batch")
-    parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps with a rising rate")
+    parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
+    parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
 
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
 
@@ -96,9 +96,9 @@ def parse_args():
 
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -116,7 +116,7 @@ def parse_args():
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, in evaluation too")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also to evaluate")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
@@ -149,7 +149,7 @@ def attend(group, order, q, k, v, mask):
 
 @torch.no_grad()
 def evaluate(model, loader, normalize, device):
-    """Return the mean loss and the mean of each metric over all samples, each counted once."""
+    """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
 
@@ -178,12 +178,12 @@ def evaluate(model, loader, normalize, device):
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
-    # yours: the ratios of these means, such as an IoU; a mean that you pop from metrics is not printed
+    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
     return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -217,7 +217,7 @@ def main(args):
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
 
-    # new # FSDP: a forward pass gathers weights, so every rank must take part in each
+    # new # FSDP: each forward pass gathers weights, so every rank must take part in it
     val_share = shards.EvenShare(len(val_set), rank, world_size)
 
     val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
@@ -230,7 +230,7 @@ def main(args):
     # new # lm_TP: FSDP + lm: the model has no data yet; later, every process draws all weights and keeps its shards
     model, weights = initial.outline(gpt.GPT, gpt.SIZES[args.model], train_set.vocabulary, end)
 
-    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -272,7 +272,7 @@ def main(args):
     # new # lm
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
-    # new # FSDP: each process takes its shard of the file's whole tensors
+    # new # FSDP: the file contains whole tensors; each process takes its shards of them
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state, take=shards.take)
 
     if args.evaluate:
@@ -305,14 +305,14 @@ def main(args):
     # new # FSDP: a unit gathers all of its weights at once; a single unit would save no memory
     headline += f" in {shards.count_units(model)} FSDP units"
 
-    # new # DDP: only one process writes
+    # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
-        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -320,7 +320,7 @@ def main(args):
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
 
-        # new # DDP: only one process shows a bar
+        # new # DDP: only one process shows a progress bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
@@ -347,7 +347,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # TP: the sum includes the loss of every process
+            # new # TP: every process adds its loss, so divide by the number of all processes
             train_loss = reduce.reduce_sum(loss_sum).item() / dist.get_world_size() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -359,7 +359,7 @@ def main(args):
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
-        # new # TP: each process of a group has a copy of the other layers: keep the copies equal
+        # new # TP: each process of a group has a copy of the unsplit layers: keep these copies equal
         tensor_parallel.equalize(model, optimizer, grid["tensor"])
 
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
@@ -370,7 +370,7 @@ def main(args):
         sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
 
         lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
 
         # new # FSDP: gather whole tensors in rank 0's host memory; all processes must take part
@@ -380,7 +380,7 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")
@@ -409,11 +409,11 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
+    # Prepare the device first, or NCCL opens a context on device 0 and misses --deterministic's settings
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # yolov3: a sum over the boxes, because the number of boxes differs from batch to batch
+# new # yolov3: the loss is a sum over boxes, because batches differ in their number of boxes
 criterion = yolov3.loss
 
 # new # yolov3: no METRICS: average precision is not a mean over the samples
@@ -33,7 +33,7 @@ def parse_args():
     parser.add_argument("--dataset", choices=data.DATASETS, default="scenes", help="the dataset")
     parser.add_argument("--image-size", type=cli.positive_int, default=96, help="pixels, a multiple of 32")
     parser.add_argument("--multi-scale", action="store_true", help="a new image size every 10 steps")
-    parser.add_argument("--preview", action="store_true", help="only draw training images, to preview.png")
+    parser.add_argument("--preview", action="store_true", help="only save training images: preview.png")
 
     parser.add_argument("--data-path", default="data", help="data folder; downloads go there too")
 
@@ -48,17 +48,17 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=16, help="samples over ALL processes")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw: try --lr 0.005")
     parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="decay of the rate")
-    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs of rising learning rate")
+    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs until the full rate")
 
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for batch size 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -93,7 +93,7 @@ def evaluate(model, loader, normalize, device):
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -106,12 +106,12 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
+    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
     # new # yolov3
     train_set, val_set = data.create_datasets(args.dataset, args.data_path, args.image_size, args.seed)
     if args.preview:
         return data.save_preview(folder / "preview.png", train_set)
-    torch.backends.cudnn.benchmark &= not args.multi_scale  # it would search again for each size
+    torch.backends.cudnn.benchmark &= not args.multi_scale  # cuDNN would search again for each size
 
     datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
@@ -134,7 +134,7 @@ def main(args):
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
-    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     # new # yolov3: AdamW's learning rate grows with the square root of the batch size
     adamw = args.optimizer == "adamw"
     lr = args.lr * (args.batch_size / 128) ** (0.5 if adamw else 1)
@@ -177,7 +177,7 @@ def main(args):
 
             optimizer.zero_grad()
 
-            # new # yolov3: divide by the number of boxes; a batch may have none
+            # new # yolov3: divide by the number of boxes, which can be zero
             count = (labels[:, 1] >= 0).sum()
             loss = criterion(model(normalize(images)), labels) / count.clamp(min=1)
 
@@ -201,11 +201,11 @@ def main(args):
         score = metrics["mAP50"]
 
         lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")

@@ -1,6 +1,6 @@
 """Train YOLOv3 in mixed precision: network in bfloat16 or float16, weights and optimizer in float32.
 
-The loss, the detections and the evaluation are in float32.
+The loss, the detections and the metrics are computed in float32.
 
     torchrun --nproc-per-node=gpu train_yolov3_amp.py --dataset coco --data-path coco --image-size 416 \
         --model yolov3 --weights darknet53.conv.74 --batch-size 64 --multi-scale --sync-bn
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # yolov3: a sum over the boxes, because the number of boxes differs from batch to batch
+# new # yolov3: the loss is a sum over boxes, because batches differ in their number of boxes
 criterion = yolov3.loss
 
 # new # yolov3: no METRICS: average precision is not a mean over the samples
@@ -45,7 +45,7 @@ def parse_args():
     parser.add_argument("--dataset", choices=data.DATASETS, default="scenes", help="the dataset")
     parser.add_argument("--image-size", type=cli.positive_int, default=96, help="pixels, a multiple of 32")
     parser.add_argument("--multi-scale", action="store_true", help="a new image size every 10 steps")
-    parser.add_argument("--preview", action="store_true", help="only draw training images, to preview.png")
+    parser.add_argument("--preview", action="store_true", help="only save training images: preview.png")
 
     parser.add_argument("--data-path", default="data", help="data folder; downloads go there too")
 
@@ -60,17 +60,17 @@ def parse_args():
     parser.add_argument("--batch-size", type=cli.positive_int, default=16, help="samples over ALL processes")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw: try --lr 0.005")
     parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="decay of the rate")
-    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs of rising learning rate")
+    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs until the full rate")
 
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="rate for batch 128; scales linearly")
+    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for batch size 128; scales linearly")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
-    parser.add_argument("--deterministic", action="store_true", help="bit-identical in every run; slower")
+    parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
-    parser.add_argument("--output-dir", default="runs", help="for checkpoints and TensorBoard events")
+    parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
@@ -123,7 +123,7 @@ def evaluate(model, loader, normalize, device):
 
 
 def open_log(args, start_epoch, headline):
-    """Print the headline, log the arguments to TensorBoard, and return its writer."""
+    """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
@@ -136,12 +136,12 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # yours: the data; the loader drops an incomplete last batch, different samples each epoch
+    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
     # new # yolov3
     train_set, val_set = data.create_datasets(args.dataset, args.data_path, args.image_size, args.seed)
     if args.preview:
         return data.save_preview(folder / "preview.png", train_set)
-    torch.backends.cudnn.benchmark &= not args.multi_scale  # it would search again for each size
+    torch.backends.cudnn.benchmark &= not args.multi_scale  # cuDNN would search again for each size
 
     datasets.require_samples(train_set, val_set, args.batch_size)
 
@@ -163,7 +163,7 @@ def main(args):
     # new # yolov3
     model = yolov3.create_model(args.model, train_set.num_classes, data.anchors(train_set))
 
-    # new # DDP: convert before layers are frozen and before the optimizer gets the parameters
+    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
@@ -176,12 +176,12 @@ def main(args):
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
 
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
-    # --deterministic: finding unused parameters stops DDP from rebuilding its buckets after the first step
+    # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
     parallel_model = DistributedDataParallel(
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
-    # yours: the optimizer; scaling the learning rate linearly with the batch size is for SGD
+    # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     # new # yolov3: AdamW's learning rate grows with the square root of the batch size
     adamw = args.optimizer == "adamw"
     lr = args.lr * (args.batch_size / 128) ** (0.5 if adamw else 1)
@@ -215,14 +215,14 @@ def main(args):
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
-    # new # DDP: only one process writes
+    # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
-        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout
+        # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
         torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
 
@@ -230,7 +230,7 @@ def main(args):
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
 
-        # new # DDP: only one process shows a bar
+        # new # DDP: only one process shows a progress bar
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
@@ -245,13 +245,13 @@ def main(args):
             # new # yolov3_DDP: count the boxes of all processes
             count = reduce.reduce_sum((labels[:, 1] >= 0).sum())
 
-            # new # amp: autocast picks the precision of each operation; backward follows it
+            # new # amp: autocast picks the precision of each operation; backward() uses the same
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                 # new # yolov3_amp: only the network runs in 16 bits
                 outputs = parallel_model(normalize(images))
 
-            # new # yolov3_amp: sums over many positions, and IoUs, need float32
+            # new # yolov3_amp: IoUs and sums over many positions need float32
             loss = criterion(outputs, labels) * world_size / count.clamp(min=1)
 
             # new # amp: unscale before clipping, which needs the norm of the true gradients
@@ -269,7 +269,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # DDP: all processes get the same value, so either all stop or none do
+            # new # DDP: all processes get the same loss, so either all of them stop or none
             train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -288,7 +288,7 @@ def main(args):
         score = metrics["mAP50"]
 
         lr = optimizer.param_groups[0]["lr"]
-        scheduler.step()  # yours: the scheduler's step, on all ranks; it can read val_loss and score
+        scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
 
@@ -296,7 +296,7 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        # One write, several names; last.pt comes last: it marks the epoch as done
+        # Write one file under several names; last.pt comes last, because it marks the epoch as done
         names = ["best.pt"] if is_best else []
         if args.save_every and epoch % args.save_every == 0:
             names.append(f"epoch-{epoch:03}.pt")
@@ -319,11 +319,11 @@ def main(args):
 
 # new # DDP: connect the processes of one launch
 def join_group(args):
-    # torchrun and torch.distributed.launch set these variables; this line does so for srun and plain python
+    # torchrun and torch.distributed.launch set these variables; srun and plain python need this line
     os.environ.update(launch.launch_environment())
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
 
-    # before NCCL starts: it would open a context on device 0 and miss what --deterministic sets
+    # Prepare the device first, or NCCL opens a context on device 0 and misses --deterministic's settings
     args.device = str(devices.prepare(args.device, args.deterministic, local_rank))
     torch.set_num_threads(launch.cores_per_process())
     backend = reduce.choose_backend(args.backend, args.device)

@@ -1,4 +1,4 @@
-"""Measure verify on the bench in tests/bugs: programs in the styles of others, and the bugs that they had.
+"""Measure verify on the programs in tests/bugs, which reproduce bugs of other projects in these projects' styles.
 
     python -m benchmarks.bugs                       # everything (an hour on two cores), and the table in docs/verify.md
     python -m benchmarks.bugs trainer experts       # some programs, without the table
@@ -15,9 +15,9 @@ and its bugs:
     Options transformers-34242: --accum 2
 
 After the name of a bug come the causes that verify may name, separated by "|". "Needs" names packages besides torch.
-"Options" belong to both commands. A comment on a line is the switch: in the wrong form of the program, what follows
-the comment's colon replaces the line, or is inserted if the comment is on a line by itself. Nothing after the colon
-deletes the line.
+"Options" belong to both commands. A comment on a line switches the bug on: in the wrong form of the program, the text
+after the comment's colon replaces the line. If the comment is alone on its line, the text is inserted. If no text
+follows the colon, the line is deleted.
 
     dist.all_reduce(count)  # wrong transformers-34242: pass
     # wrong transformers-34242: count = count / 2
@@ -95,7 +95,7 @@ def read(path):
 
 
 def programs(folder=FOLDER):
-    """Return {name: Program}: those of the bench, and the examples of docs/your-own-loop.md."""
+    """Return {name: Program}: the programs in `folder`, and the examples of docs/your-own-loop.md."""
     found = [read(path) for path in sorted(folder.glob("*.py"))]
     if folder == FOLDER:
         for name, (cause, *line) in EXAMPLES.items():

@@ -6,8 +6,9 @@
     python -m benchmarks.compare --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda
     python -m benchmarks.compare --show                                     # only the tables
 
-For each run, the tables use the median over its epochs after the first, its last accuracy and its peak memory: that of
-its tensors on an accelerator, or the resident set size of its largest process on a CPU. It saves each run at once.
+For each run, the tables show the median over its epochs after the first, its last accuracy and its peak memory. On an
+accelerator, this is the memory of its tensors; on a CPU, it is the resident set size of its largest process. Every run
+is saved at once.
 """
 import os
 import shutil

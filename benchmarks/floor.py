@@ -27,7 +27,7 @@ LIBRARIES = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 
 
 def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
-    """Yield each contender's name and command, except where its library is missing; `alone` names the lone process."""
+    """Yield each contender's name and command, unless its library is missing; `alone` names the single-process one."""
     task = measure.task_of(args, epochs=100_000)
     for name in ["bare step", *args.others]:
         if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):

@@ -8,7 +8,7 @@ does the same work and nothing else. `loader.py`, `loader_streaming` and the PIL
 have one worker per core; `loader_streaming` reads the files from tar shards. `loader_DALI` has one thread per core; on
 a GPU, it uses the GPU's decoders. On a busy machine, CPU time per pair says more than pairs per second.
 
-The tasks differ in the size of the photos and in what becomes of them.
+The tasks differ in the size of the photos and in how the contenders resize and crop them.
 """
 import importlib.metadata
 import math
@@ -36,7 +36,7 @@ from common.pairs import pairs, tars
 
 
 class Task(NamedTuple):
-    """Photos of `width` x `height`, whose shorter side becomes `resize` (0: is kept), cut to a square of `crop`."""
+    """Photos of `width` x `height`, whose shorter side becomes `resize` (0: unchanged), cropped to `crop` x `crop`."""
 
     name: str
     width: int
@@ -107,7 +107,7 @@ class PILPairs:
 def read_epoch(batches, device: torch.device, ahead: int = 0) -> dict:
     """Read one epoch, copy it to the device, and return what was measured.
 
-    Without the first `ahead` batches: DALI reads as many ahead for the next epoch, while other contenders are measured.
+    This excludes the first `ahead` batches: DALI reads that many before the epoch, while other contenders are measured.
     """
     count, first, cpu, start = 0, None, cpu_seconds(), time.perf_counter()
     for number, (images, targets) in enumerate(batches, 1):

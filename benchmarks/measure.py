@@ -74,7 +74,7 @@ def show(value: Any) -> None:
 
 
 def launch_and_read(processes: int, module: str, *arguments: Any) -> tuple[Any, list[dict[str, float]]]:
-    """Launch a module, with one thread per process; return what it showed, and its epochs."""
+    """Launch a module, with one thread per process; return what it passed to `show`, and its epochs."""
     done = subprocess.run(launch(processes, module, *map(str, arguments)), cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     shown = [line for line in done.stdout.splitlines() if line.startswith('{"shown"')]
@@ -84,7 +84,7 @@ def launch_and_read(processes: int, module: str, *arguments: Any) -> tuple[Any, 
 
 
 def launch_script(processes: int, script: str, *arguments: str) -> list[str]:
-    """Return the command that starts a script as its docstring does: its launcher, if any, and its options."""
+    """Return the command that the docstring of a script gives, with its launcher, if any, and its options."""
     doc = (ROOT / script).read_text().split('"""')[1]
     options = {"--nprocs": processes, "--accum-steps": 2}
     extra = [word for name, value in options.items() if name in doc for word in (name, str(value))]
@@ -130,8 +130,8 @@ class Contender:
     def turn(self, epochs: int) -> None:
         """Run for `epochs` epochs and record the median of their images/s.
 
-        The pause began early in the first of them. If this epoch takes more than LONG seconds, the pause is subtracted
-        from its time. Otherwise, the epoch is discarded and one more runs.
+        The process was paused early in the first of these epochs. If that epoch takes more than LONG seconds, the pause
+        is subtracted from its time. Otherwise, the epoch is discarded and one more runs.
         """
         paused = time.perf_counter() - self.paused_at
         self._signal(psutil.Process.resume)
@@ -140,9 +140,9 @@ class Contender:
         while len(speeds) < epochs:
             epoch = self._next_epoch()
             now = time.perf_counter()
-            whole = epoch["seconds"] <= now - last  # otherwise its clock includes the pause
+            whole = epoch["seconds"] <= now - last  # otherwise, its time includes the pause
             seconds = epoch["seconds"] if whole else epoch["seconds"] - paused
-            if speeds or whole or seconds > LONG:  # both numbers are rounded: take the one with more digits
+            if speeds or whole or seconds > LONG:  # both numbers are rounded: use the one with more digits
                 speeds.append(self.images / seconds if seconds > LONG else epoch["speed"])
                 self.between.append(now - last - seconds)
             last, paused = now, 0

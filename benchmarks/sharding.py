@@ -1,10 +1,11 @@
-"""Measure what sharding costs: FSDP2's step beside DDP's, a pipeline's bubble, and the wait for a checkpoint.
+"""Measure what sharding costs: FSDP2's step compared with DDP's, a pipeline's bubble, and the wait for a checkpoint.
 
     python -m benchmarks.sharding                                     # vit_base: half an hour on two cores
     python -m benchmarks.sharding --model vit --rounds 1              # a trial
 
-It launches the scripts on two processes, DDP and FSDP alternately, and measures inside them. A pipeline stage is idle
-while it runs neither a forward nor a backward pass; a checkpoint's wait is the time until training continues.
+It launches the scripts on two processes, DDP and FSDP alternately, and measures inside these processes. A pipeline
+stage is idle while it runs neither a forward nor a backward pass. The wait for a checkpoint is the time until training
+continues.
 `python -m benchmarks.compare --show` writes the tables into docs/speed.md.
 """
 import contextlib
@@ -31,7 +32,7 @@ PROCESSES, STEPS = 2, 6
 MICRO_BATCHES = [2, 4, 8]  # of IMAGES images each
 IMAGES = 8
 STEPPING = ["train_DDP.py", "train_FSDP.py"]
-# by script: the calls for which training waits at each checkpoint, in their order
+# For each script, the calls for which training waits at each checkpoint, in order
 SAVING = {"train_FSDP.py": [(shards, "gather"), (checkpoint, "save_checkpoint")],
           "train_elastic.py": [(checkpoint.BackgroundWriter, "save")],
           "train_DCP.py": [(folders, "wait"), (folders, "prune"), (folders, "create"), (dcp, "async_save")]}
@@ -116,10 +117,10 @@ def bubbles_of(rounds: int, model: str) -> None:
 def waits(script: str, args) -> dict[str, Any]:
     """Return the seconds that training waited for each checkpoint of a script, and those of its epochs.
 
-    The first is left out: for it, nothing had to be waited for.
+    The first checkpoint is left out, because no earlier save can delay it.
     """
     extra = ["--snapshot-every", args.snapshot_every] if script == "train_elastic.py" else []
-    shutil.rmtree(ROOT / f"runs/sharding/{script}", ignore_errors=True)  # of an earlier run
+    shutil.rmtree(ROOT / f"runs/sharding/{script}", ignore_errors=True)  # from an earlier run
     calls, epochs = launch("waits", script, *measure.task_of(args, args.epochs), *extra, "--output-dir",
                            f"runs/sharding/{script}")
     names = [name for _, name in SAVING[script]]

@@ -1,4 +1,4 @@
-"""Measure one training step on one device: how much of it is arithmetic, and how much the usual tricks would save.
+"""Measure one training step on one device: how much of it is arithmetic, and how much common optimizations would save.
 
     python -m benchmarks.step                                              # the small CNN, on digits: two minutes
     python -m benchmarks.step --model resnet18 --rounds 5                                          # ten minutes there
@@ -6,7 +6,7 @@
 
 It measures the scripts' step, and the same step with one change at a time, interleaved with products of large matrices.
 The rate of these products gives the time that a step's arithmetic needs. It also measures how long a script's loop
-waits for the next batch: an accelerator is idle for lack of data for at most this time.
+waits for the next batch. This is the longest time that an accelerator can be idle for lack of data.
 """
 import contextlib
 import io
@@ -27,7 +27,7 @@ from common import datasets, devices, endings, errors, models
 PLAIN, PRECISIONS = "as the scripts", {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHANGES = {PLAIN: {}, "torch's own layout": {"contiguous": True}, "fused optimizer": {"fused": True},
            "torch.compile": {"compiled": True}}
-ON_ACCELERATORS = {"sent as floats, normalised before": {"floats": True}}
+ON_ACCELERATORS = {"sent as floats, normalized before": {"floats": True}}
 IN_BF16 = {"bf16": {"dtype": torch.bfloat16}, "bf16, torch.compile": {"dtype": torch.bfloat16, "compiled": True}}
 
 
@@ -96,7 +96,7 @@ def compare_steps(args, device: torch.device, train_set) -> dict:
     bf16_pays = rates["bfloat16"] > rates["float32"]  # otherwise bf16 only slows the step: do not measure it
     changes = CHANGES | (ON_ACCELERATORS if device.type != "cpu" else {}) | (IN_BF16 if bf16_pays else {})
     torch.compiler.config.force_disable_caches = True  # a first step must not benefit from an earlier run
-    clock(device, Step(args.model, args.batch_size, device, train_set))  # does the one-time setup of the process
+    clock(device, Step(args.model, args.batch_size, device, train_set))  # does the process's one-time setup
     memory = torch.cuda if device.type == "cuda" else None
     steps, rows = {}, {}
     for name, change in changes.items():

@@ -17,7 +17,7 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # it calls the function again, with its local tensors
+            return NotImplemented  # the subclass then calls the function again, with its local tensors
         result = function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
@@ -28,7 +28,7 @@ class Storages(TorchDispatchMode):
         return result
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage, from now on in `live`; None for a tensor without data."""
+        """Add a tensor's storage to `live` and return the storage's number; return None for a tensor without data."""
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage.device.type == "meta":
             return None

@@ -11,9 +11,9 @@ only `uint8` images. A dataset may have these attributes; the scripts also find 
 ConcatDataset:
 
 - `set_epoch(epoch)` is called before each epoch. Loader workers stay alive between epochs only if they can read the new
-  epoch from a tensor `epoch` in shared memory. Augmentation here depends only on `(seed, epoch, index)`, so that any
-  number of processes and workers trains on the same images. Augmentation that draws from torch's global generator
-  depends on the number of processes and workers.
+  epoch from a tensor `epoch` in shared memory. In this module, augmentation depends only on `(seed, epoch, index)`, so
+  that any number of processes and workers trains on the same images. Augmentation that draws from torch's global
+  generator would depend on the number of processes and workers.
 - `mean` and `std`, per channel, for pixels in [0, 1].
 - `num_classes` or `classes`, and `image_shape`, for the models in `common/models.py`.
 - `most_workers`, the largest useful number of loader workers.
@@ -83,8 +83,8 @@ def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Pa
 class ArrayDataset:
     """A dataset in memory: `images`, `uint8` of shape (N, C, H, W), and `labels`, `int64` of shape (N,).
 
-    With `augment`, it pads each image by 4 black pixels, then crops it to its size and flips it, both at random (He et
-    al. 2015, arXiv:1512.03385, section 4.2).
+    With `augment`, it pads each image by 4 black pixels. Then it crops the image to its original size, at a random
+    position, and flips it at random (He et al. 2015, arXiv:1512.03385, section 4.2).
     """
 
     def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:
@@ -92,8 +92,9 @@ class ArrayDataset:
         self.seed, self.augment = seed, augment
         self.num_classes, self.mean, self.std = DATASETS[name][:3]
         self.image_shape = tuple(images.shape[1:])
-        self.most_workers = 2 if augment else 0  # a core copies 500,000 images/s (sending is slower) or augments 65,000
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers stay alive and read each new epoch
+        # One core copies 500,000 images/s, faster than workers can send them, or augments 65,000 images/s
+        self.most_workers = 2 if augment else 0
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that live workers can read each new epoch
         self.draws: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __len__(self) -> int:
@@ -114,7 +115,7 @@ class ArrayDataset:
 
     def _augmented(self, images: Tensor, indices: Tensor) -> Tensor:
         epoch = int(self.epoch)
-        if self.draws is None or self.draws[0] != epoch:  # one table for all samples: 50,000 draws take 1 ms
+        if self.draws is None or self.draws[0] != epoch:  # draw for all samples at once: 50,000 draws take 1 ms
             generator = torch.Generator().manual_seed(mix(self.seed, epoch))
             self.draws = epoch, (torch.randint(9, (2, len(self)), generator=generator),
                                  torch.rand(len(self), generator=generator) < 0.5)
@@ -167,8 +168,8 @@ class FolderDataset:
         from .images import decode
 
         image = decode(os.fsdecode(self.paths[index]))
-        with torch.random.fork_rng(devices=[]):  # makes any random transform reproducible
-            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # only the CPU's generator
+        with torch.random.fork_rng(devices=[]):  # so that any random transform is reproducible
+            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # seed only the CPU's generator
             return self.transform(image)
 
 
@@ -228,7 +229,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 
 def require_samples(train_set: Any, val_set: Any, batch_size: int) -> None:
-    """Raise UsageError unless both datasets have a length, and enough samples for a batch and for validation."""
+    """Raise UsageError unless both sets have a length, `train_set` fills a batch, and `val_set` is not empty."""
     for dataset in train_set, val_set:
         if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
             raise UsageError(f"{type(dataset).__name__}: the scripts need map-style datasets with a length")
@@ -288,12 +289,13 @@ def _describe(value: Any) -> str:
 
 
 def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
-    """Return the DataLoader arguments for one dataset: a validation set may need fewer workers than a training set.
+    """Return the DataLoader arguments for one dataset; training and validation sets can need different ones.
 
-    By default, `workers` is this process's share of the host's cores minus one, at most the dataset's `most_workers`,
-    or 8 if it has none. Workers stay alive between epochs, unless they would then miss `set_epoch`. Batches are pinned
-    if the device can copy them while the CPU continues. Copies with `non_blocking` are safe only from pinned batches:
-    on MPS, such a copy can read memory that has already been reused (pytorch issue 189690).
+    By default, `workers` is this process's share of the host's cores minus one, but at most the dataset's
+    `most_workers`, or 8 if the dataset has no such attribute. Workers stay alive between epochs, unless they would then
+    miss `set_epoch`. Batches are pinned if the device can copy them while the CPU continues. Copies with `non_blocking`
+    are safe only from pinned batches: on MPS, such a copy can read memory that has already been reused (pytorch issue
+    189690).
     """
     if workers is None:
         most = _attribute(dataset, "most_workers")
@@ -305,7 +307,7 @@ def loader_options(workers: int | None, device: torch.device, dataset: object) -
 
 
 def mix(*numbers: int) -> int:
-    """Return a 63-bit seed that depends on all numbers and their order."""
+    """Return a 63-bit seed that depends on all the numbers and on their order."""
     return random.Random(" ".join(map(str, numbers))).getrandbits(63)
 
 

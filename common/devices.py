@@ -12,7 +12,7 @@ from .errors import UsageError
 
 
 def prepare(name: str | None, deterministic: bool, local_rank: int | None = None) -> torch.device:
-    """Return the device that `select_device` selects, after setting how torch computes on it; see choose_algorithms.
+    """Select a device with `select_device`, configure torch for it with `choose_algorithms`, and return the device.
 
     Call it before NCCL starts. Otherwise, despite `deterministic`, NCCL may sum with NVLink SHARP, in an order that
     differs from call to call (github.com/pytorch/pytorch/pull/156381).
@@ -37,7 +37,7 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, let glibc keep freed memory: returning it would cost page faults in each step (docs/speed.md).
+    """On a CPU, make glibc keep freed memory: returning it to the system would cost page faults (docs/speed.md).
 
     https://man7.org/linux/man-pages/man3/mallopt.3.html explains the settings, which other C libraries lack.
     """

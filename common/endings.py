@@ -20,11 +20,11 @@ from torch.multiprocessing import ProcessExitedException
 from .errors import ProcessError, RunError, UsageError
 from .launch import end_with_launcher, is_slurm_task
 
-PATIENCE = 10  # seconds: grace period before a bystander process reports
-# from torch/utils/data/_utils/signal_handling.py; errors in a dataset say "Caught ... in DataLoader worker" instead
+PATIENCE = 10  # seconds: a process that only lost a connection waits this long for the launcher to end it
+# From torch/utils/data/_utils/signal_handling.py; an error in a dataset says "Caught ... in DataLoader worker" instead
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
-# messages of gloo, the store and NCCL about a lost peer; under NCCL, torch's watchdog usually ends the process first,
-# by SIGABRT, so nothing in this file runs: docs/operations.md
+# Messages of gloo, the store and NCCL about a lost peer. Under NCCL, torch's watchdog usually ends the process first,
+# with SIGABRT, so that nothing in this file runs: docs/operations.md
 LATE = re.compile(r"timed? ?out", re.I)
 PEER_LOST = re.compile(rf"{LATE.pattern}|connection (was )?(closed|reset|refused)|broken pipe|unreachable|"
                        "no route to host|remote process exited", re.I)
@@ -37,16 +37,16 @@ _when_done: list[int] = []
 def end_at_once() -> None:
     """Make this process exit at once when its script is done; every process with a device mesh calls this.
 
-    torch's caches keep meshes and their groups alive, so gloo's threads outlive destroy_process_group(). If one of them
-    still had a tensor, Python would abort when it exits: docs/pitfalls.md, E15.
+    torch's caches keep meshes and their groups alive, so gloo's threads outlive destroy_process_group(). If such a
+    thread still had a tensor, Python would abort at its exit: docs/pitfalls.md, E15.
     """
     _when_done[:] = [0]
 
 
 def explain(error: BaseException) -> str | None:
-    """Return one line (the whole message for a lost connection) if the error is expected, else None."""
+    """Return the line to print for an expected error (for a lost connection, the whole message), else None."""
     text = str(error).strip()
-    # errors from loader workers and replicas include a traceback, which ends with "Class: message"
+    # An error from a loader worker or from DataParallel includes a traceback, which ends with "Class: message"
     last = "".join(text.splitlines()[-1:]).removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     if isinstance(error, (UsageError, RunError)):
         return last
@@ -74,8 +74,8 @@ def lost_the_others(error: BaseException) -> bool:
 def report_errors() -> Iterator[None]:
     """Run a script in this context: it prints one line for each expected failure and sets the exit code.
 
-    If all processes know the cause, the main process reports it. Otherwise, the process that failed does, with its
-    rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
+    If all processes know the cause, the main process reports it. Otherwise, the process that failed reports it, with
+    its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
     After a failure, the process flushes its output and exits at once. It does not destroy the process group, because
     that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within a node).
@@ -85,12 +85,12 @@ def report_errors() -> Iterator[None]:
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
         sys.stdout.reconfigure(line_buffering=True)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # this logger would print after our line
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # hides its copy of the error
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the job ignores Ctrl-C
         signal.signal(signal.SIGINT, _interrupt)
-    codes: list[int] = []  # the exit code, if any; the handler is registered first, so it runs after the script's own
+    codes: list[int] = []  # the exit code, if any; this exit handler, registered first, runs after those of the script
     atexit.register(lambda: _exit_at_once(codes[0]) if codes else None)
     try:
         yield
@@ -133,14 +133,14 @@ def _last_words(error: BaseException) -> tuple[str | None, int] | None:
 
 
 def _interrupted(error: KeyboardInterrupt, rank: int) -> tuple[str | None, int]:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the cleanup
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the cleanup
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's worker ends
     sys.unraisablehook = lambda _: None  # __del__ fails if the constructor was interrupted
     code = error.args[0] if error.args else 128 + signal.SIGINT
     if multiprocessing.parent_process() or rank:  # mp.spawn's parent or rank 0 reports
         return None, code
-    for process in multiprocessing.active_children():  # Ctrl-C has reached them too
+    for process in multiprocessing.active_children():  # Ctrl-C has also reached these
         if process.daemon:  # a loader's worker; while it starts, an interrupt would end it with a traceback
             process.kill()
         elif code != 130 and process.pid:

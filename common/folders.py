@@ -125,7 +125,7 @@ def reject_newer(output_dir: Path, steps: int) -> None:
 
 
 def prune(output_dir: Path) -> None:
-    """On rank 0, delete all folders older than the newest two committed ones, except that of the best epoch."""
+    """On rank 0, delete all folders older than the newest two committed ones, except the folder of the best epoch."""
     found = whole_folders(output_dir) if is_main_process() else []
     if len(found) < 3:
         return
@@ -135,7 +135,7 @@ def prune(output_dir: Path) -> None:
     everything = all_folders(output_dir)
     for path in everything[:everything.index(found[-2])]:
         if path != best:
-            # delete this first: after an interrupted deletion, the folder is then incomplete
+            # delete this file first: if the deletion is interrupted, the folder counts as incomplete
             (path / ".metadata").unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 

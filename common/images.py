@@ -36,7 +36,7 @@ def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
 
 
 try:
-    from torchcodec.decoders import decode_image  # it returns the same pixels, equally fast
+    from torchcodec.decoders import decode_image  # torchcodec returns the same pixels at the same speed
 except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, or not built for this torch
     decode_image = decode_with_torchvision
 
@@ -104,7 +104,7 @@ def orientation(encoded: np.ndarray, image: Image.Image) -> int:
     complete = encoded[-12:].tobytes().endswith(FILE_ENDS)
     if not complete or image.format not in ("JPEG", "MPO", "PNG") or image.mode == "CMYK":
         return 0
-    exif = Image.Exif()  # like the decoders, and unlike image.getexif(), it ignores XMP
+    exif = Image.Exif()  # ignores XMP, like the decoders and unlike image.getexif()
     try:
         exif.load(image.info.get("exif", b""))
     except (SyntaxError, struct.error):

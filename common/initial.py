@@ -123,7 +123,7 @@ class Weights:
         self.whole.clear()  # drops weights that a file replaces
 
     def _replay(self, calls: list, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Repeat the calls on the CPU; keep each storage from the call that sets its values to the last that uses it.
+        """Repeat the calls on the CPU; keep each storage from the call that sets it to the last call that uses it.
 
         If a layer is initialized twice, its first values are freed as soon as they are drawn.
         """

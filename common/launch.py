@@ -95,7 +95,7 @@ def slurm_local_world_size(env: Mapping[str, str]) -> int:
 
 
 def step_port(job: int, step: int) -> int:
-    """Return the port where the tasks of a Slurm step meet.
+    """Return the default MASTER_PORT of a Slurm step.
 
     1000 consecutive jobs get 20 ports each, all below Linux's ports for outgoing connections (ip_local_port_range).
     """

@@ -10,7 +10,7 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward() r
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's children; items replace each Sequential, and each module without forward(): a ModuleList, ..."""
+    """Return a model's children; the items of a Sequential, or of a module without forward(), take its place."""
     found: list[nn.Module] = []
     for child in model.children():
         if type(child).forward is nn.Module.forward:
@@ -28,11 +28,11 @@ def has_parameters(layer: nn.Module) -> bool:
 def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> list[nn.Module]:
     """Return a model's blocks in order: those of `layers_of(model)` that have parameters.
 
-    Its own layers replace a block with more than half of the parameters, such as the network inside a wrapper.
-    With `recompute`, backward() recomputes the blocks' activations, which are not stored. With either option, raises
-    UsageError if the model has BatchNorm. Recomputing would update its statistics twice
-    (github.com/pytorch/pytorch/issues/96136). With `bf16`, FSDP2 casts its weights but not its statistics, and CUDA
-    rejects this mix in backward().
+    A block with more than half of the parameters, such as the network inside a wrapper, is divided into its own layers.
+    With `recompute`, backward() recomputes the blocks' activations, which are not stored. Raises UsageError if the
+    model has BatchNorm and either option is set. Recomputing would update BatchNorm's statistics twice
+    (github.com/pytorch/pytorch/issues/96136). With `bf16`, FSDP2 would cast BatchNorm's weights but not its statistics,
+    and CUDA rejects this mix in backward().
     """
     for option, wanted in (("--activation-checkpointing", recompute), ("--bf16", bf16)):
         if wanted and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):

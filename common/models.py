@@ -160,9 +160,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
-    """Return a function of the epoch: the learning-rate factor, half a cosine from 1 to `lrf`.
+    """Return a function that maps the epoch to the learning-rate factor: half a cosine, from 1 to `lrf`.
 
-    Its closed form makes resumes exact.
+    The factor depends on the epoch alone, so a resumed run has exactly the same rates.
     """
     return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
 

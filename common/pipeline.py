@@ -1,4 +1,4 @@
-"""How a pipeline divides its work, and the process group in which its stages send; for `train_PP.py`."""
+"""How a pipeline divides its work, and the process group in which its stages communicate; for `train_PP.py`."""
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -33,8 +33,9 @@ class Bf16(nn.Module):
 def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]:
     """Cut a model into `count` stages with about the same number of parameters; the stages use the model's own layers.
 
-    With `bf16`, they compute and send in bfloat16. Raises UsageError if the model is not a chain of layers, if fewer
-    than `count` of them have parameters, or if it has BatchNorm, whose statistics would be those of a micro-batch.
+    With `bf16`, the stages compute and send in bfloat16. Raises UsageError if the model is not a chain of layers, if
+    fewer than `count` layers have parameters, or if the model has BatchNorm, which would normalize each micro-batch
+    separately.
     """
     if not isinstance(model, (models.CNN, ViT, nn.Sequential)):
         raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")

@@ -103,7 +103,7 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
     loss raises UsageError.
     """
     if scaled and kind == "powersgd":
-        raise UsageError("--compress powersgd: not with --precision fp16, whose overflows it would keep; use bf16")
+        raise UsageError("--compress powersgd: not with --precision fp16: PowerSGD would keep an overflow; use bf16")
     if not kind:
         return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def grid(replicas: int, device: torch.device) -> dict[str, Any]:
     """Return the shape and dimension names of FSDP2's mesh for init_device_mesh(); raise UsageError if it is uneven.
 
-    For one replica, the mesh has one dimension. With two, each unit would also all-reduce its gradients in groups of
-    one rank, and torch warns that NCCL's average may be wrong there (_get_gradient_divide_factors in
+    For one replica, the mesh has one dimension. With two dimensions, each unit would also all-reduce its gradients in
+    groups of one rank, where NCCL's average may be wrong, as torch warns (_get_gradient_divide_factors in
     _fsdp_collectives.py).
     """
     reject_gloo(dist.get_backend(), device.type)
@@ -38,7 +38,10 @@ def grid(replicas: int, device: torch.device) -> dict[str, Any]:
 
 
 def divide(option: str, parts: int) -> tuple[int, int]:
-    """Return the mesh shape (parts, processes / parts); raise UsageError, naming `option`, if it is not integers."""
+    """Return the mesh shape (parts, processes / parts).
+
+    Raises UsageError, naming `option`, if `parts` does not divide the number of processes.
+    """
     end_at_once()
     world_size = get_world_size()
     if world_size % parts:
@@ -50,7 +53,8 @@ def reject_gloo(backend: str, device_type: str) -> None:
     """Raise UsageError if the `backend` is gloo and the device is not a CPU.
 
     To send, gloo would read a GPU's memory as if it were host memory (ProcessGroupGloo.cpp: send and recv pass the
-    tensor's own address). It has no all-gather into one tensor on CUDA (github.com/pytorch/pytorch/issues/152645).
+    tensor's own address). Also, gloo has no all-gather into one tensor on CUDA
+    (github.com/pytorch/pytorch/issues/152645).
     """
     if backend == "gloo" and device_type != "cpu":
         raise UsageError(f"gloo cannot split a model over {device_type} devices: start at most one process per device, "
@@ -174,7 +178,7 @@ def _outline(value: Any) -> Any:
 
 
 def _unshard(value: "DTensor") -> Tensor | None:
-    """Return the full tensor, on the CPU, on the first rank of its mesh, and None on others; all must call this."""
+    """Return the full tensor, on the CPU, on the first rank of its mesh; on others, return None. All must call this."""
     from torch.distributed.tensor import Replicate
 
     placements = list(value.placements)
@@ -280,7 +284,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
         parts.setdefault((groups, id(parameter) not in once), []).append(gradient)
     squares = []
     for groups, local in [(groups, local) for (groups, counts), local in parts.items() if counts]:
-        squares.append(torch.nn.utils.get_total_norm(local).square())  # few kernels, however many gradients
+        squares.append(torch.nn.utils.get_total_norm(local).square())  # runs few kernels for any number of gradients
         for each in groups:
             dist.all_reduce(squares[-1], group=each)
     # a pipeline stage may have only frozen layers

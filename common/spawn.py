@@ -10,9 +10,10 @@ from .errors import UsageError, reason
 def serve_store(host: str, port: int, nodes: int, node_rank: int = 0) -> tuple[dist.TCPStore | None, int]:
     """Return a TCPStore that node 0 serves (None on the other nodes) and its port: a free one if `port` is 0.
 
-    For one node, it listens only on the address `host`. For several, it listens on all addresses, like torch's other
-    stores: the first host may resolve its own name to 127.0.1.1, which other hosts cannot reach. Raises UsageError if
-    the port is in use, if `host` is another machine, if several `nodes` have no port, or if `node_rank` is too large.
+    For one node, the store listens only on the address `host`. For several, it listens on all addresses, like torch's
+    other stores: the first host may resolve its own name to 127.0.1.1, which other hosts cannot reach. Raises
+    UsageError if the port is in use, if `host` is another machine, if several `nodes` have no port, or if `node_rank`
+    is too large.
     """
     if node_rank >= nodes:
         raise UsageError(f"--node-rank {node_rank}: the {nodes} node(s) of --nnodes have the numbers 0 to {nodes - 1}")

@@ -58,7 +58,7 @@ def main():
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
 
-    # new # DDP: launchers set these variables; plain python is a group of one; srun needs ../train_DDP.py
+    # new # DDP: launchers set these variables; for plain python, set them here; srun needs ../train_DDP.py
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -112,7 +112,7 @@ def main():
             best_loss, best_epoch = val_loss, epoch
             state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
 
-        # new # DDP: only rank 0 saves and prints; below this line, decide nothing for the other ranks
+        # new # DDP: only rank 0 saves and prints; below this line, change nothing that all ranks use
         if rank != 0:
             continue
 

@@ -1,6 +1,6 @@
-"""Regression on a table, in a run that survives crashes: minimal/train_DDP.py with resuming.
+"""Regression on a table, in a run that resumes after crashes: minimal/train_DDP.py with checkpoints.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # torch 2.15 and older: without it, restarts can hang
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts can hang without this
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py --device cpu     # without two GPUs
     python minimal/train_resume.py
@@ -62,7 +62,7 @@ def main():
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
 
-    # new # DDP: launchers set these variables; plain python is a group of one; srun needs ../train_DDP.py
+    # new # DDP: launchers set these variables; for plain python, set them here; srun needs ../train_DDP.py
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -127,7 +127,7 @@ def main():
             best_loss, best_epoch = val_loss, epoch
             state = {"model": model.state_dict(), "epoch": epoch, "val_loss": val_loss}
 
-        # new # DDP: only rank 0 saves and prints; below this line, decide nothing for the other ranks
+        # new # DDP: only rank 0 saves and prints; below this line, change nothing that all ranks use
         if rank != 0:
             continue
 
@@ -136,7 +136,7 @@ def main():
             os.replace(args.output + ".tmp", args.output)  # a crash cannot leave half a checkpoint
         print(f"epoch {epoch:3}  loss {train_loss:.5f}  val_loss {val_loss:.5f}  lr {lr:g}")
 
-        # new # resume: save all that the next epoch depends on; a crash leaves the old file or the new one
+        # new # resume: save what the next epoch depends on; a crash leaves either the old or the new file
         last = [epoch, best_loss, best_epoch, *(part.state_dict() for part in parts)]
         torch.save(last, args.output + ".last.tmp")
         os.replace(args.output + ".last.tmp", args.output + ".last")

@@ -93,8 +93,8 @@ def test_what_a_lone_rank_cannot_reach_is_named(address, name):
     ({"unreachable": [["rank 2"], ["rank 2"], []]}, [("pairs", "error", "rank 0, 1 on a: cannot reach rank 2")]),
     ({"torn": [False, True, True]}, [("rename", "error", "rank 1 on a; rank 2 on b")]),
     ({"locked": [1, 0, 0]}, []),
-    ({"locked": [1, 1, 0]}, [("locks", "warning", "no lock in the folder keeps others out")]),
-    ({"locked": 2}, [("locks", "warning", "no lock in the folder keeps others out")]),
+    ({"locked": [1, 1, 0]}, [("locks", "warning", "the folder has no working locks")]),
+    ({"locked": 2}, [("locks", "warning", "the folder has no working locks")]),
     ({"sees": [True, True, False]}, [("not-shared", "error", "rank 2 on b: the folder does not show")]),
     ({"refused": [None, "/f: Permission denied", None]}, [("folder", "error", "rank 1 on a: /f: Permission denied")]),
 ])

@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 class Script:
     """A script on the page; `name` is its path from the root, and `docstring_end` is 1-based.
 
-    `blocks` are its own; `marked` includes its ancestors'.
+    `blocks` contains the script's own blocks; `marked` also contains those of its ancestors.
     """
 
     path: Path
@@ -62,11 +62,11 @@ def read_scripts(root: Path = ROOT) -> Scripts:
         found[name] = Script(path, name, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
                              ast.parse(text).body[0].end_lineno or 0, first, commands)
     placed: Scripts = {}
-    while found:  # a child follows the last of its parents, like the pages of a tree that one walks down
+    while found:  # a child follows the last of its parents, depth first
         order = list(placed)
         ready = [script for script in found.values() if placed.keys() >= set(script.parents)]
         if not ready:
-            raise markers.BrokenRule(f"no way from a script without a parent to {', '.join(sorted(found))}")
+            raise markers.BrokenRule(f"no chain of parents leads to {', '.join(sorted(found))}")
         name = min(ready, key=lambda script: (  # noqa: B023, because min() calls it at once
             -max(map(order.index, script.parents), default=-1), script.name.startswith("loader"), script.name)).name
         placed[name] = found.pop(name)
@@ -100,7 +100,7 @@ def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
 
 
 def read(root: Path = ROOT) -> tuple[Scripts, dict[str, texts.Mutation], dict[str, texts.Trap], list]:
-    """Return the scripts, mutations, pitfalls and parts of how-it-works.md; raise TextError if they do not fit."""
+    """Return the scripts, mutations, pitfalls and parts of how-it-works.md; raise TextError if these do not match."""
     mutations = texts.read_mutations(TOOLS / "mutations.txt")
     found = (read_scripts(root), mutations, texts.read_traps(root / "docs", mutations),
              read_parts(root / "docs/how-it-works.md"))
@@ -223,7 +223,7 @@ def _prose(path: Path, docs: Path, traps: set[str]) -> str:
         drawing = re.sub(r"<\?xml.*?\?>\s*|<style>.*?</style>\s*", "", drawing, flags=re.S)
         return f'<figure role="img" tabindex="0" aria-label="{html.escape(description)}">{drawing}</figure>'
 
-    text = texts.INDEX.sub("", path.read_text())  # the page has a list of its own
+    text = texts.INDEX.sub("", path.read_text())  # the page has its own list
     rendered = texts.render(re.sub(r"\A# .+\n", "", text), identify, link, picture)
     known = {"pitfalls", "how-it-works", *traps,
              *(name for name, *_ in read_parts(docs / "how-it-works.md"))}

@@ -4,9 +4,9 @@
     python -m tools.gpu_report                                    # at most 20 minutes: docs/gpus/README.md
     python -m tools.gpu_report --device cpu --only "data_parallel|bare step|train_DDP.py$"          # a short try
 
-It notes each result at once in --folder. The same command, started again, skips what is done: after an interruption,
-or to do what the time did not suffice for. `--only` is a regular expression for the names of tests and measurements.
-The module is also the plugin with which its tests report to it.
+It saves each result at once in --folder. If you start the same command again, after an interruption or when the time
+was over, it skips what is done. `--only` is a regular expression for the names of tests and measurements. This module
+is also the pytest plugin that notes the results of the tests.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTES, UNTIL, ONLY = "GPU_REPORT_NOTES", "GPU_REPORT_UNTIL", "GPU_REPORT_ONLY"  # variables that the plugin reads
 OUTPUT = ["--output-dir", "runs/gpu-report/run"]
 ASK = "import json; from tools.gpu_report import machine; print(json.dumps(machine({!r})))"
-SHARE = 0.55  # of the time: no test starts later
+SHARE = 0.55  # the fraction of the time after which no test starts
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WORDS = {"passed": "passed", "failed": "**failed**", "skipped": "not run", "error": "**failed**"}
 
@@ -250,7 +250,7 @@ def write(path: Path, notes: dict[str, dict], wanted: list[Measurement]) -> None
              f"Written by `python -m tools.gpu_report`, {notes['machine']['date']}; {minutes:.0f} minutes.\n",
              table(["", ""], [item for item in here.items() if item[0] not in ("count", "links")]),
              f"```text\n{here['links'].strip()}\n```\n" if here["links"] else "", "## Tests\n",
-             f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not run. What was not run shows nothing.\n"]
+             f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not run. Tests that did not run prove nothing.\n"]
     parts.append(table(["test", "result", "s", "said"], (
         [f"`{name}`", WORDS[found["result"]], f"{found['seconds']:.0f}", found["said"]]
         for name, found in tests.items())))
@@ -272,15 +272,15 @@ def write(path: Path, notes: dict[str, dict], wanted: list[Measurement]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu: the tests of CPU processes, small models (default: all GPUs)")
-    parser.add_argument("--minutes", type=float, default=20, help="start nothing later")
-    parser.add_argument("--only", default="", help="the tests and measurements that this expression finds")
+    parser.add_argument("--minutes", type=float, default=20, help="start nothing after this time")
+    parser.add_argument("--only", default="", help="run only the tests and measurements that match this expression")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu-report", help="for the notes and the report")
     args = parser.parse_args()
     begin, folder = time.time(), args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     notes, report, here = folder / "notes.jsonl", folder / "report.md", json.loads(subprocess.run(
         [sys.executable, "-c", ASK.format(args.device)], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
-    if read(notes).get("machine", {}).get("values") != here:  # another machine, torch or commit: begin anew
+    if read(notes).get("machine", {}).get("values") != here:  # another machine, torch or commit: start over
         notes.unlink(missing_ok=True)
         note(notes, name="machine", values=here, date=time.strftime("%Y-%m-%d"))
     planned = measurements(here["count"], args.device) if here["count"] else ()

@@ -33,7 +33,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
     folders, failed = run(commands, steps)
     report = judge(folders, failed, native)
     if report["cause"] in ("start", "unknown") and report["step"] == 1 < report["ranks"][0]:
-        whole = str(folders[1])  # A may hold parts of what B holds
+        whole = str(folders[1])  # A may hold parts of B's tensors
         folders[:1], failed[:1] = run(commands[:1], steps, whole)
         report = judge(folders, failed, native)
     differs = report["verdict"] == "different"
@@ -103,10 +103,10 @@ def main():
         prog="python -m verify", description="Check whether two commands train the same model, or check one command.",
         epilog="exit code: 0 same or sound, 1 different or unsound, 2 not comparable")
     parser.add_argument("commands", nargs="+", metavar="COMMAND", type=shlex.split, help="a command, in quotes")
-    parser.add_argument("--watch", action="store_true", help="check one command against rules for any run")
+    parser.add_argument("--watch", action="store_true", help="check one command against rules that hold for any run")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="stop after N optimizer steps")
     parser.add_argument("--twice", action="store_true", help="check that the first command is reproducible")
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for each run (default: 600)")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one run (default: 600)")
     parser.add_argument("--fresh", nargs="+", default=[], type=Path, metavar="PATH", action="extend",
                         help="delete these outputs of the commands after each run")
     parser.add_argument("--eval-mode", type=lambda text: text.split(","), default=(), metavar="CLASS,...", help="keep "
@@ -124,7 +124,7 @@ def main():
     if not all(args.commands):
         parser.error("a command is empty")
     commands = [shlex.join(words) for words in args.commands]
-    for name in ("SIGTERM", "SIGHUP"):  # exit through finally, which stops the commands; nohup ignores SIGHUP
+    for name in ("SIGTERM", "SIGHUP"):  # the finally block stops the commands; keep SIGHUP ignored under nohup
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))

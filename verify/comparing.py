@@ -8,7 +8,7 @@ from .records import Run, apart, match, worst
 
 
 class Limits(NamedTuple):
-    """Two runs differ if a difference exceeds `low` and 1000 times the greatest earlier one, or exceeds `high`."""
+    """Two runs differ if a difference exceeds both `low` and 1000 times the greatest earlier one, or exceeds `high`."""
 
     low: float
     high: float
@@ -16,7 +16,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}
-KEPT = ("buffer", "average")  # what must be the same in both runs
+KEPT = ("buffer", "average")  # the kinds of held tensors that must be equal in both runs
 METRICS = set("acc accuracy ap auc bits bleu bpb dice err error f1 iou loss losses mae map miou mse norm perplexity "
               "ppl precision psnr recall rmse rouge score ssim top1 top5".split())
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -27,9 +27,9 @@ class Failure(NamedTuple):
     """How a command failed."""
 
     why: str
-    said: str = ""  # the error that it printed
-    hung: bool = False  # True if it did not end in time
-    training: bool = False  # True if it was still taking steps then
+    said: str = ""  # the error that the command printed
+    hung: bool = False  # True if the command did not end in time
+    training: bool = False  # True if it was still taking optimizer steps at the time limit
 
     def __str__(self):
         return "\n".join(filter(None, [self.why, self.said]))

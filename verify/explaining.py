@@ -58,7 +58,7 @@ class Difference:
         self.ours, self.theirs = read_once(a, step, counts[1]), read_once(b, step, counts[0])
         sizes = [{state["size"] for state in states} for states in (self.left, self.right)]
         if len(self.ours) != len(self.theirs) and sizes[0] != sizes[1]:
-            self.theirs = self.ours  # context parallelism: inputs of the model that are parts of a sample
+            self.theirs = self.ours  # context parallelism: each input of the model is only a part of a sample
         self.split = (len(self.left), self.left[0]["batches"]) != (len(self.right), self.right[0]["batches"])
         one, two = [sum(state["loss"] for state in states) for states in (self.left, self.right)]
         means = [one / len(self.left), two / len(self.right)]
@@ -89,7 +89,7 @@ class Difference:
 
 
 def read_once(run, step, count):
-    """Return a step's samples, sorted, each once if exactly `count` then remain.
+    """Return a step's samples, sorted, without duplicates if exactly `count` samples then remain.
 
     In tensor and pipeline parallelism, each rank of a group reads all samples.
     """
@@ -210,7 +210,7 @@ def set_epoch(it):
                     not equal(other.at(again)[2], other.at(it.step)[2]):
                 fact = f"{run.label} reads the same samples in steps {it.step + 1} and {again + 1}"
                 one, two = sampler(run), sampler(other)
-                if one != two and "set_epoch" in two:  # Lightning replaces a sampler that does not shuffle by this one
+                if one != two and "set_epoch" in two:  # Lightning installs this sampler if none shuffles
                     fact += f" ({one}), {other.label} shuffles ({two})"
                 return fact if "set_epoch" in one else ("samples", fact)
     return None
@@ -259,7 +259,7 @@ def old_weight(it):
 
 
 def buffers(it):
-    """Something that the model keeps differs, and the losses follow from it."""
+    """A buffer, or another tensor that the model holds, differs, so the losses differ, too."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         for rank, state in zip(run.ranks, states):
             found = apart(it.left[0]["held"], state["held"], 1e-6, ("buffer", "average", "other"))
@@ -269,7 +269,7 @@ def buffers(it):
 
 
 def forward(it):
-    """Each rank has the whole batch, because all have its loss, or all have parts of the tensors."""
+    """Each rank computes with the whole batch: all ranks have its loss, or each has parts of the model's tensors."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         alone = all(equal(state["samples"], states[0]["samples"]) for state in states)
         losses = [state["loss"] for state in states]
@@ -305,7 +305,7 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     """If the ranks of a run differ, return the cause, evidence, step, parameter and difference; else None.
 
     `other` is a run of the same steps on different ranks, if any: it shows whether the ranks have parts of a gradient.
-    Rows with a number in `skipped` may differ.
+    Rows whose number is in `skipped` may differ.
     """
     states = run.at(step)[0]
     for rank, state in zip(run.ranks, states):
@@ -340,7 +340,7 @@ def unmatched(rows, others, pairs):
 
 
 def replicas(pairs, others):
-    """Return the pairs of rows of two ranks that are one tensor, if all rows are tensors of the other run.
+    """Return the pairs of rows of two ranks that are copies of one tensor, if all rows are tensors of the other run.
 
     Otherwise, return all pairs. Ranks with other tensors of the model are stages of a pipeline, or have other experts.
     """
@@ -357,7 +357,7 @@ def parts_of(states, rows):
     found, groups = [], [*zip(rows, *[state["rows"] for state in states])]
     noise = 1e-6 * max(part.grad[0] for _, *parts in groups for part in parts)
     moved = [any(gap(parts[0].grad, part.grad, noise) > 1e-6 for part in parts) for _, *parts in groups]
-    _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # of clipping
+    _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # that of clipping
                      for (whole, *parts), differs in zip(groups, moved) if not differs and parts[0].grad[0] > noise),
                     default=(0, 1))
     for (whole, *parts), differs in zip(groups, moved):
@@ -376,8 +376,8 @@ def proportional(pairs):
 def first_module(a, b, step):
     """Return the first module whose outputs differ in a step, "" if none differs, or None if this is not known.
 
-    Both runs must have recorded the outputs. They are equal if their sums over ranks and micro-batches are, or if each
-    rank has all of them. Outputs of another width are left out: they are slices.
+    Both runs must have recorded the outputs. Outputs are equal if their sums over ranks and micro-batches are equal, or
+    if each rank has all of them. Outputs of different widths are slices, and are left out.
     """
     if min(a.length, b.length) <= step:
         return None

@@ -1,9 +1,10 @@
 """The recorder, which runs inside the programs that are compared. It needs only torch.
 
-It writes a line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (a DataLoader of training
-data has ended), "end" (the program has ended) or "failed". A step has one row for each parameter: name, shape, initial
-digest, learning rate, and digests of its gradient and its new value. `held` lists what no optimizer changes: buffers,
-and averages of the weights. A digest is the norm of a tensor and two projections of it.
+It writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader of
+training data has delivered its last batch), "end" (the program has ended) or "failed". A step has one row for each
+parameter: name, shape, initial digest, learning rate, and digests of its gradient and its new value. `held` lists the
+tensors that no optimizer changes: buffers, and averages of the weights. A digest is the norm of a tensor and two
+projections of it.
 """
 import collections
 import functools
@@ -16,11 +17,11 @@ import time
 import weakref
 from typing import NamedTuple
 
-FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, for each axis of a tensor
+FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of a digest's plane wave, one for each axis of a tensor
 
 
 class Part(NamedTuple):
-    """Which rows of a tensor along an axis lie at which places in a tensor of another command, of `total` rows."""
+    """Where the rows of a tensor along an axis lie in a tensor of the other command, which has `total` rows."""
 
     axis: int
     rows: tuple
@@ -32,9 +33,9 @@ class Recorder:
     """Runs in each process of a command, and writes a line of JSON for each optimizer step."""
 
     def __init__(self, folder, native=False, steps=0, outputs_at=0, whole=None, resting=()):
-        """Record in `folder`, up to `steps` steps if not 0; in step `outputs_at`, also all modules' outputs and draws.
+        """Record up to `steps` steps (0: all) in `folder`; in step `outputs_at`, also all modules' outputs and draws.
 
-        `whole` is the folder of the other command, if that has ended: a tensor may be a part of one of its tensors.
+        `whole` is the folder of the other command, if that command has ended: tensors may be parts of its tensors.
         Modules whose class name contains a word of `resting` are kept in evaluation mode.
         """
         import torch
@@ -64,7 +65,7 @@ class Recorder:
         return functools.wraps(function)(lambda *args, **more: around(function, *args, **more))
 
     def cast(self, function, tensor, **more):
-        """Cast to float64 instead, except for GradScaler, which needs float32, and for 16 bits outside optimizers."""
+        """Cast to float64, except in GradScaler, which needs float32, and except to 16 bits outside optimizers."""
         scaler = sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
         narrow = scaler if function.__name__ == "float" else not self.outer
         return function(tensor, **more) if narrow else tensor.double(**more)
@@ -80,7 +81,7 @@ class Recorder:
         """Reset all state, as in a new process."""
         self.file, self.count, self.outer, self.depth, self.recomputing = None, 0, None, 0, False
         self.tables, self.trained, self.optimized, self.drawing = {}, set(), set(), None
-        self.kept, self.modules, self.names, self.inside = [], [], {}, []  # `inside`: the modules that run
+        self.kept, self.modules, self.names, self.inside = [], [], {}, []  # `inside`: modules now in forward()
         self.held, self.parameters, self.replicas = [], [], False
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.clear()
@@ -89,8 +90,8 @@ class Recorder:
     def clear(self):
         self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
         self.inputs = []  # inputs of the outermost modules since the last backward pass
-        self.outputs = []  # [name, width, size, squared norm, wave] of each module's output, if this step shows them
-        self.sites = []  # where this step draws random numbers, if it shows them
+        self.outputs = []  # in step `outputs_at`: [name, width, size, squared norm, wave] of each module's output
+        self.sites = []  # in step `outputs_at`: where random numbers are drawn
         self.drawn = self.draws()
 
     def draws(self):
@@ -176,7 +177,7 @@ class Recorder:
         return found
 
     def find_part(self, shape, marks, other, others, known):
-        """Return the Part of another tensor that a tensor is, or None. `known`: places of other tensors, by sizes."""
+        """Return which Part of another tensor a tensor is, or None. `known` has the places of tensors found so far."""
         axes = [axis for axis, pair in enumerate(zip(shape, other)) if pair[0] != pair[1]]
         if len(axes) != 1:
             return None
@@ -186,7 +187,7 @@ class Recorder:
         offsets = {place - row for row, place in hits.items()} or {self.rank * size % total}
         if not hits and not {*own} <= {*theirs}:
             return None
-        if not hits and (size, total) in known:  # all values are equal: its layout is that of another tensor
+        if not hits and (size, total) in known:  # all values are equal: assume the layout of a tensor with these sizes
             hits = known[size, total]
         elif len(offsets) == 1:
             hits = {row: row + min(offsets) for row in range(size) if 0 <= row + min(offsets) < total}
@@ -204,7 +205,7 @@ class Recorder:
         return norm
 
     def backward(self, function, tensors, *args, **more):
-        if self.recomputing:  # activation checkpointing calls it in another one
+        if self.recomputing:  # activation checkpointing calls backward inside another backward
             return function(tensors, *args, **more)
         for loss in [tensors] if isinstance(tensors, self.torch.Tensor) else tensors:
             if isinstance(loss, self.torch.Tensor):  # not a pipeline stage, whose loss another rank has
@@ -379,7 +380,7 @@ class Recorder:
                 self.tables[optimizer][2])
 
     def tabulate(self, names):
-        """Return the name, the whole shape and the digest of each parameter, and its Part."""
+        """Return the name, the shape of the whole tensor and the digest of each parameter, and its Part."""
         self.begin()
         parts = self.find_parts(names)
         shapes = [list(item.shape) for item in self.parameters]
@@ -413,7 +414,7 @@ class Recorder:
                     and shapes(module) in map(shapes, trained)]
         kept = {id(item): (f"{'buffer' if module in trained else 'other buffer'} {plain(name)}", item)
                 for module in outermost for name, item in module.named_buffers()}
-        kept |= {id(item): (f"weight {plain(name)}", item) for module in trained  # of another rank's optimizer
+        kept |= {id(item): (f"weight {plain(name)}", item) for module in trained  # that other ranks update
                  for name, item in module.named_parameters() if item.requires_grad and id(item) not in self.optimized}
         for module in averages:
             kept |= {id(item): (f"average of {plain(name)}", item) for name, item in module.named_parameters()}

@@ -14,7 +14,7 @@ class Row(NamedTuple):
     rate: list  # one number: the learning rate
     grad: list  # digest
     value: list  # digest after the step
-    part: list = None  # of a tensor that is split over ranks: which part it is, and which share of the whole
+    part: list = None  # if the tensor is split over ranks: which part this is, and what share of the whole
 
 
 class Run:
@@ -22,7 +22,8 @@ class Run:
 
     def __init__(self, label, events):
         """`events`: for each file that a process wrote, its rank and its list of events."""
-        self.label, self.ranks, self.events, self.doubled, self.cut = label, {}, {}, False, 1  # `cut`: into parts
+        self.label, self.ranks, self.events, self.doubled = label, {}, {}, False
+        self.cut = 1  # the greatest number of parts of one tensor
         for rank, found in sorted(events, key=lambda pair: pair[0]):
             self.doubled |= rank in self.ranks
             self.events[rank] = found
@@ -98,7 +99,7 @@ def match(left, right):
     pairs, rest = [], list(right)
     for row in left:
         alike = [other for other in rest if row[1] == other[1] and equal(row[2], other[2])]
-        if alike:  # several if they are constant, such as norms: take the one with the nearest gradient
+        if alike:  # several rows match if they are constant, such as norms: take the nearest gradient
             pairs.append((row, min(alike, key=lambda other: gap(row.grad, other.grad))))
             rest = [other for other in rest if other is not pairs[-1][1]]
     if rest and [row[1] for row in left] == [row[1] for row in right]:

@@ -26,7 +26,7 @@ path = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
 if spec := importlib.machinery.PathFinder.find_spec("sitecustomize", path):  # the next one on the path
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
-LAST = 15  # lines of a failed command's output, if it shows no traceback
+LAST = 15  # how many lines of a failed command's output to show if it has no traceback
 
 
 def environment(folder, **options):

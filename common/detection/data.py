@@ -30,7 +30,7 @@ from ..reduce import is_main_process
 DATASETS = ["scenes", "lines", "coco", "voc"]
 GRAY = 128  # gray level of the bars around a letterboxed image, as in the authors' darknet
 SIDE = 96  # height and width of a scene, in pixels
-INK = 96  # a digit's box encloses its pixels of at least this level
+INK = 96  # a digit's box encloses its pixels with at least this gray level
 
 
 def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> tuple[Any, Any]:
@@ -67,7 +67,7 @@ class BoxDataset:
     def __init__(self, count: int, classes: list[str], image_size: int, seed: int, train: bool) -> None:
         self.count, self.classes, self.num_classes = count, classes, len(classes)
         self.image_size, self.seed, self.train = image_size, seed, train
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers stay alive and read each new epoch
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that live workers can read each new epoch
 
     def __len__(self) -> int:
         return self.count
@@ -155,7 +155,7 @@ class Files(BoxDataset):
             return letterbox(image, rows, self.image_size)
         boxes = BoundingBoxes(rows[:, 1:], format="XYXY", canvas_size=(height, width))
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # only the CPU's generator
+            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # seed only the CPU's generator
             parts = self.transform({"image": image, "boxes": boxes, "labels": rows[:, :1]})
         return parts["image"], torch.cat([parts["labels"], parts["boxes"].as_subclass(Tensor)], 1)
 
@@ -238,7 +238,7 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
         for each in content["annotations"]:
             where = f"annotation {each['id']}"
             box = each["category_id"], bool(each.get("iscrowd")), *each["bbox"]
-            samples[each["image_id"]][2].extend([] if 0 in box[4:] else [box])  # COCO itself has boxes without area
+            samples[each["image_id"]][2].extend([] if 0 in box[4:] else [box])  # skip boxes without area: COCO has some
     except (KeyError, TypeError) as error:
         raise UsageError(f"{files[0]}, {where}: {error!r}; the format is at cocodataset.org/#format-data") from None
     return [*samples.values()], known
@@ -272,8 +272,8 @@ def anchors(train_set: Any) -> Tensor:
     if not len(sizes):
         raise UsageError(f"{len(indices)} evenly spaced training images have no boxes; check --data-path")
     sizes = sizes[sizes.prod(1).argsort()]
-    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # medians of nine equal parts: no seed needed
-    for _ in range(50):  # on the scenes, it converges in 17 iterations
+    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # medians of nine equal parts need no seed
+    for _ in range(50):  # on the scenes, k-means converges in 17 iterations
         width, height = (torch.minimum(sizes[:, None, side], centers[:, side]) for side in (0, 1))
         nearest = (width * height / (sizes.prod(1)[:, None] + centers.prod(1) - width * height)).argmax(1)
         centers = torch.stack([sizes[nearest == k].mean(0) if (nearest == k).any() else centers[k] for k in range(9)])
@@ -290,7 +290,7 @@ def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the batch at a random size, a multiple of 32 that changes every 10 steps and is equal on all processes.
 
-    YOLO9000 (arXiv:1612.08242, section 2) draws it from 320 to 608 for size 416; other sizes use the same ratios.
+    For size 416, YOLO9000 (arXiv:1612.08242, section 2) draws a size from 320 to 608. Other sizes use the same ratios.
     """
     low, high = (max(1, round(images.shape[-1] * side / 416 / 32)) for side in (320, 608))
     size = 32 * random.Random(mix(seed, epoch, step // 10)).randint(low, high)

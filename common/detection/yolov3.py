@@ -151,9 +151,9 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
 
     It has three terms: one for each box, one for each class of each box (a box may have several classes), and one for
     the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with a
-    box or an ignored region of its image. Differences from section 2.1: the overlap is the prediction's, as in the
-    authors' program, not its anchor's; the box term is the complete IoU loss (Zheng et al. 2019, arXiv:1911.08287)
-    instead of squared errors; and the terms have weights.
+    box or an ignored region of its image. This differs from section 2.1 in three ways. The IoU is that of the
+    prediction, as in the authors' program, not that of its anchor. The box term is the complete IoU loss (Zheng et al.
+    2019, arXiv:1911.08287) instead of squared errors. The terms have weights.
     """
     predictions, places = _flatten(outputs)
     labels = labels.to(predictions.dtype)
@@ -250,10 +250,10 @@ def save_weights(model: YOLOv3, path: str) -> None:
 
 
 def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable[[int], float]:
-    """Return a function of the epoch, from 0: the learning-rate factor. Its closed form makes resumes exact.
+    """Return a function that maps the epoch, from 0, to the learning-rate factor.
 
-    It rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies the rate by `lrf` ** 0.5 at
-    80 % and 90 % of the epochs: by 0.1 if `lrf` is 0.01, as in the authors' cfg.
+    The factor rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies the rate by
+    `lrf` ** 0.5 at 80 % and 90 % of the epochs: by 0.1 if `lrf` is 0.01, as in the authors' cfg.
     """
     cosine = models.cosine(epochs, lrf)
     rate = {"cosine": cosine, "step": lambda n: lrf ** (((n >= 0.8 * epochs) + (n >= 0.9 * epochs)) / 2)}[name]

@@ -12,7 +12,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Size(NamedTuple):
-    """The numbers of a model; the names in config.json of Hugging Face's Llama are in `export.py`."""
+    """The dimensions and options of a model, as in Llama."""
 
     width: int
     layers: int
@@ -20,7 +20,7 @@ class Size(NamedTuple):
     groups: int  # heads of keys and values; several heads of queries share one (arXiv:2305.13245)
     hidden: int  # width of the feed-forward layer
     tied: bool = True  # one weight serves as the embedding and as the last layer
-    base: float = 10000.0  # of the rotary positions
+    base: float = 10000.0  # the base of the rotary positions' frequencies
 
 
 SIZES = {"gpt_tiny": Size(128, 4, 4, 2, 448), "gpt_124m": Size(768, 12, 12, 12, 2048),
@@ -97,9 +97,9 @@ class Logits(nn.Module):
 class GPT(nn.Module):
     """Tokens `int64` (N, T) to logits (N, T, vocabulary) of the next tokens.
 
-    With `end`, a token attends only to its own document: those after the last token `end` before it. The vocabulary is
-    rounded up to a multiple of 64, which is faster on a GPU and divides over processes. The weights are drawn as in
-    GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
+    With `end`, a token attends only to its own document, which starts after the last earlier token `end`. The
+    vocabulary is rounded up to a multiple of 64, which is faster on a GPU and divides over processes. The weights are
+    drawn as in GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
 
     With `positions` (P,), the model computes only these positions of a sequence, and returns logits (N, P, vocabulary).
     Then `attend(q, k, v, mask)` must know the keys and values of the others.
@@ -150,7 +150,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn each pair of a head's numbers, (N, heads, T, width); number i belongs to number i + width / 2."""
+    """Turn each pair of a head's numbers, (N, heads, T, width); numbers i and i + width / 2 form a pair."""
     (cos, sin), (one, two) = turns.to(x.dtype), x.chunk(2, -1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
@@ -176,7 +176,7 @@ def bits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return a metric: for each window (N,), the share of tokens that the model would have guessed."""
+    """Return a metric: for each window (N,), the fraction of the labels that the model predicts correctly."""
     return (logits.argmax(2) == labels).to(logits.dtype).mean(1)
 
 
@@ -184,7 +184,7 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperature: float = 0.8) -> str:
     """Return `prompt` and `count` bytes that the model draws after it, reading at most the last `length` bytes.
 
-    Bytes that are no printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal. If
+    Bytes that are not printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal. If
     the tokens are not bytes, returns a line that says so. All processes that share the model must call this.
     """
     weight = model.model.embed_tokens.weight

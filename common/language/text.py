@@ -70,7 +70,8 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int) ->
     - "text": the UTF-8 file `path`, or all `.txt` files in this folder, as bytes. The last 5 % are for validation.
     - "tokens": `path`/train.bin and `path`/val.bin, `uint16`, which stay on disk.
 
-    An epoch has `count` windows, and validation at most an eighth of that number. Raises UsageError if data is missing.
+    An epoch has `count` windows; the validation set has at most an eighth of that number. Raises UsageError if data is
+    missing.
     """
     if name == "tokens":
         parts, size = [_memory_map(Path(path, f"{part}.bin")) for part in ("train", "val")], GPT2

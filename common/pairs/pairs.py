@@ -120,9 +120,9 @@ class Rest:
 class Ring:
     """Shared memory that `workers` loader workers reuse for all batches, each `uint8` of shape (2, N, 3, crop, crop).
 
-    Allocating memory for each batch would add about a fifth to the decoding time. A worker fills its slots in turn. It
+    Allocating memory for each batch would add about a fifth to the decoding time. A worker fills its slots in turn, and
     is at most two batches (DataLoader's `prefetch_factor`) ahead of the batch that the main process received last. So
-    with three slots, it never overwrites that batch.
+    with three slots, a worker never overwrites that batch.
     """
 
     SLOTS = 3  # per worker

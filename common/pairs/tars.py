@@ -29,7 +29,7 @@ from . import pairs
 SAMPLES = Path("data", "shards")  # the default set
 KIND = "wids-shard-index-v1"  # the format of SPLIT.json, which other readers of WebDataset's shards know
 PAUSES = (0, 1, 2, 4, 8, 16)  # seconds before each new attempt to reach a server
-TIMEOUT = 60  # seconds without any data
+TIMEOUT = 60  # seconds without data after which an attempt fails
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes after which a new attempt can succeed
 
 
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--img-dir", default="img", help="folder of input images in the split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
     parser.add_argument("--output", metavar="SHARDS", required=True, help="folder for the shards and their list")
-    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="aim for 100 MB to 1 GB a shard")
+    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="best: 100 MB to 1 GB per shard")
     args = parser.parse_args()
     found = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
     try:
