@@ -63,8 +63,8 @@ from tqdm import tqdm
 criterion = tensor_parallel.whole(gpt.loss)
 METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
 
-# new # lm_TP: TP: yours: between these pairs of layers, a process has a part of each sequence, and no copy of the rest
-COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"]
+# new # lm_TP: TP: yours: the layers to split; between them, each process has a part of every sequence
+COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
 PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, parallel.SequenceParallel())
@@ -244,7 +244,7 @@ def main(args):
     grid = dist.init_device_mesh(device.type, **stages.grid(args.pipeline_parallel, args.tensor_parallel, device))
     group = grid["pipeline"].get_group()
 
-    # new # lm_CP: TP: so do those of a context group; FSDP2 shards over both of the dimensions that `grid` calls data
+    # new # lm_CP: TP: so do those of a context group; FSDP2 shards over "data" of `grid`, which has both
     cube = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
     rank, world_size = cube["data"].get_local_rank(), cube["data"].size()
 
@@ -269,7 +269,7 @@ def main(args):
     # new # lm
     end = text.ENDS[train_set.vocabulary] if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: the model has no data yet; later, every process draws all weights and keeps its shards
+    # new # lm_TP: FSDP + lm
     model, weights = initial.outline(gpt.GPT, gpt.SIZES[args.model], train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
@@ -293,7 +293,7 @@ def main(args):
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
-    # new # lm_4D: FSDP + PP: each stage is a root of FSDP2; the layers of other processes stay on the meta device
+    # new # lm_4D: FSDP + PP: each stage is a root of FSDP2; other processes' layers stay on the meta device
     parts = stages.cut(model, group.size() * args.chunks, group.size())[group.rank()::group.size()]
     for part in parts:
         shards.sum_gradients(fully_shard(part, mesh=mesh, mp_policy=root_policy))
@@ -350,11 +350,11 @@ def main(args):
         return
 
     # new # lm_CP: TP
-    groups = f"{world_size} group(s) of {context_group.size()} (context) x {grid['tensor'].size()} (tensor) process(es)"
+    sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
 
     # new # lm_4D: PP
-    groups += f" x {group.size()} (pipeline)"
-    layout = f"{groups} x {micro_batches} micro-batches of {local_batch_size // micro_batches}"
+    layout = f"{world_size} group(s) of {sizes} x {group.size()} (pipeline) process(es)"
+    layout += f" x {micro_batches} micro-batches x {local_batch_size // micro_batches}"
 
     # new # lm
     data = f"{args.dataset}: {text.digest(train_set)}"
@@ -407,7 +407,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # lm_4D: TP + PP: the sum includes the loss of every process; other stages than the last add zeros
+            # new # lm_4D: TP + PP: every process adds its loss; other stages than the last add zeros
             train_loss = reduce.reduce_sum(loss_sum).item() / grid["data", "tensor"].size() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")

@@ -1,7 +1,7 @@
 """Split every sequence over the processes of a group: context parallelism, with tensor parallelism and FSDP2.
 
     torchrun --nproc-per-node=2 train_lm_CP.py
-    torchrun --nproc-per-node=8 train_lm_CP.py --model gpt_1b --length 32768 --batch-size 2 --context-parallel 4 --bf16
+    torchrun --nproc-per-node=8 train_lm_CP.py --model gpt_1b --length 32768 --batch-size 2 --context-parallel 4
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_lm_CP.py
     srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_lm_CP.py
 
@@ -53,8 +53,8 @@ from tqdm import tqdm
 criterion = tensor_parallel.whole(gpt.loss)
 METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
 
-# new # lm_TP: TP: yours: between these pairs of layers, a process has a part of each sequence, and no copy of the rest
-COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"]
+# new # lm_TP: TP: yours: the layers to split; between them, each process has a part of every sequence
+COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
 PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, parallel.SequenceParallel())
@@ -205,7 +205,7 @@ def main(args):
     # new # TP: the processes of a tensor group read the same samples
     grid = dist.init_device_mesh(device.type, **tensor_parallel.grid(args.tensor_parallel, device))
 
-    # new # lm_CP: TP: so do those of a context group; FSDP2 shards over both of the dimensions that `grid` calls data
+    # new # lm_CP: TP: so do those of a context group; FSDP2 shards over "data" of `grid`, which has both
     cube = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
     rank, world_size = cube["data"].get_local_rank(), cube["data"].size()
 
@@ -227,7 +227,7 @@ def main(args):
     # new # lm
     end = text.ENDS[train_set.vocabulary] if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: the model has no data yet; later, every process draws all weights and keeps its shards
+    # new # lm_TP: FSDP + lm
     model, weights = initial.outline(gpt.GPT, gpt.SIZES[args.model], train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
@@ -295,8 +295,8 @@ def main(args):
         return
 
     # new # lm_CP: TP
-    groups = f"{world_size} group(s) of {context_group.size()} (context) x {grid['tensor'].size()} (tensor) process(es)"
-    layout = f"{groups} x 1 micro-batch of {local_batch_size}"
+    sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
+    layout = f"{world_size} group(s) of {sizes} process(es) x 1 micro-batch x {local_batch_size}"
 
     # new # lm
     data = f"{args.dataset}: {text.digest(train_set)}"

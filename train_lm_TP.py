@@ -50,8 +50,8 @@ from tqdm import tqdm
 criterion = tensor_parallel.whole(gpt.loss)
 METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
 
-# new # lm_TP: TP: yours: between these pairs of layers, a process has a part of each sequence, and no copy of the rest
-COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"]
+# new # lm_TP: TP: yours: the layers to split; between them, each process has a part of every sequence
+COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
 PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, parallel.SequenceParallel())
@@ -196,7 +196,7 @@ def main(args):
     # new # lm
     end = text.ENDS[train_set.vocabulary] if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: the model has no data yet; later, every process draws all weights and keeps its shards
+    # new # lm_TP: FSDP + lm
     model, weights = initial.outline(gpt.GPT, gpt.SIZES[args.model], train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer

@@ -8,34 +8,58 @@ from conftest import FLOAT64, STRICT, command, distance, epochs, good, load, run
 from common.errors import ProcessError, UsageError
 from common.language import gpt, text
 
-OPTIONS = ["--epochs", "2", "--batch-size", "48", "--windows", "192", "--length", "32", "--seed", "3", "--save-every",
+# 25 windows for validation: no number of processes divides them
+OPTIONS = ["--epochs", "2", "--batch-size", "48", "--windows", "200", "--length", "32", "--seed", "3", "--save-every",
            "1", "--warmup-steps", "3", "--document-mask"]
-STARTS = {"train_lm.py": ("train_lm.py", 1), "train_lm_DDP.py": ("train_lm_DDP.py", 2), "on 3": ("train_lm_DDP.py", 3)}
+CLIP = ["--clip-norm", "0.5"]
+STARTS = {
+    "one": ("train_lm.py", 1), "one, clipped": ("train_lm_TP.py", 1, *CLIP),
+    "two": ("train_lm_DDP.py", 2), "three": ("train_lm_DDP.py", 3),
+    "tensor 2": ("train_lm_TP.py", 2), "data 3": ("train_lm_TP.py", 3),
+    "data 2, tensor 2": ("train_lm_TP.py", 4, *CLIP),
+    "context 2": ("train_lm_CP.py", 2), "context 4": ("train_lm_CP.py", 4, "--context-parallel", "4"),
+    "data 2, context 2": ("train_lm_CP.py", 4), "context 2, tensor 2": ("train_lm_CP.py", 4, "--tensor-parallel", "2"),
+    "pipeline 2, clipped": ("train_lm_4D.py", 2, *CLIP), "interleaved": ("train_lm_4D.py", 2, "--chunks", "2"),
+    "pipeline 2, data 2": ("train_lm_4D.py", 4, "--context-parallel", "1", *CLIP),
+    "pipeline 2, context 2": ("train_lm_4D.py", 4, "--micro-batches", "2"),
+    "pipeline 2, tensor 2": ("train_lm_4D.py", 4, "--tensor-parallel", "2"),
+    "pipeline 4, tensor 2": ("train_lm_4D.py", 8, "--pipeline-parallel", "4", "--tensor-parallel", "2"),
+    "three of four": ("train_lm_4D.py", 8, "--tensor-parallel", "2"),
+    "four": ("train_lm_4D.py", 16, "--tensor-parallel", "2", "--context-parallel", "2")}
+DAILY = ["two", "tensor 2", "context 2", "pipeline 2, clipped"]
+OTHERS = [name for name in STARTS if name not in DAILY and not name.startswith("one")]
 
 
 @pytest.fixture(scope="module")
 def trained(once):
     """Return a function that runs a script once, in float64: name to (folder, result)."""
-    return lambda name: once(f"language {name}", lambda folder: run(
-        *command(*STARTS[name]), *OPTIONS, "--output-dir", folder, env=STRICT | FLOAT64))
+    def train(name):
+        script, processes, *options = STARTS[name]
+        return once(f"language {name}", lambda folder: run(
+            *command(script, processes), *OPTIONS, *options, "--output-dir", folder, env=STRICT | FLOAT64))
+
+    return train
 
 
-@pytest.mark.parametrize("name", ["train_lm_DDP.py", pytest.param("on 3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_trains_the_model_of_one_process(trained, name):
-    (one, said), (several, said_too) = trained("train_lm.py"), trained(name)
+    one, said = trained("one, clipped" if "--clip-norm" in STARTS[name] else "one")
+    several, said_too = trained(name)
     assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
     assert distance(one / "last.pt", several / "last.pt") < 1e-11
     left, right = (load(folder / "last.pt") for folder in (one, several))
     assert left["warmup"] == right["warmup"] == {"done": 8} and left["score"] == pytest.approx(right["score"], rel=1e-9)
+    assert left["optimizer"]["state"].keys() == right["optimizer"]["state"].keys()
     for number, values in left["optimizer"]["state"].items():
         for key, value in values.items():
             assert torch.allclose(value, right["optimizer"]["state"][number][key], rtol=1e-8, atol=1e-14)
-    without_speed = [re.sub(r"[\d.]+ s .*", "", line) for line in said.out.splitlines()[1:]]
-    assert without_speed == [re.sub(r"[\d.]+ s .*", "", line) for line in said_too.out.splitlines()[1:]]
+    shown = [[re.sub(r"[\d.]+ s .*", "", line) for line in text.splitlines() if not line.startswith("no sample")]
+             for text in (said.out, said_too.out)]
+    assert shown[0][1:len(shown[1])] == shown[1][1:] and len(shown[1]) > 2
 
 
 def test_the_model_learns_and_writes(trained):
-    folder, said = trained("train_lm.py")
+    folder, said = trained("one")
     out, shown = said.out, epochs(said.out)
     assert load(folder / "best.pt")["score"] == pytest.approx(-min(line["val_loss"] for line in shown), abs=1e-4)
     bits = [float(number) for number in re.findall(r"bits ([\d.]+)", out)]
@@ -51,8 +75,18 @@ def test_what_the_model_writes_cannot_control_a_terminal():
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("before", "after"), [("one", "three of four"), ("pipeline 2, context 2", "one"),
+                                               ("pipeline 4, tensor 2", "context 2")])
+def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
+    script, processes, *options = STARTS[after]
+    good(run(*command(script, processes), *OPTIONS, *options, "--output-dir", tmp_path, "--resume",
+             trained(before)[0] / "epoch-001.pt", env=FLOAT64))
+    assert distance(tmp_path / "last.pt", trained(before)[0] / "last.pt") < 1e-11
+
+
+@pytest.mark.nightly
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, tmp_path):
-    folder, _ = trained("train_lm_DDP.py")
+    folder, _ = trained("two")
     good(run(*command("train_lm_DDP.py"), *OPTIONS, "--output-dir", tmp_path, "--workers", "1", "--resume",
              folder / "epoch-001.pt", env=FLOAT64))
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))

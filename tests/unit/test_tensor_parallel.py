@@ -1,4 +1,4 @@
-"""train_TP.py's plan on two simulated ranks, in torch's fake group, which completes every collective at once."""
+"""Plans and meshes on two simulated ranks, in torch's fake group, which completes every collective at once."""
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train_TP
 from common import models, tensor_parallel
 from common.errors import UsageError
+from common.language import context, gpt, stages
 
 
 @pytest.fixture
@@ -43,3 +44,26 @@ def test_that_convolutions_cannot_be_split_is_said(grid, plan):
     model = torch.nn.ModuleDict({"down": torch.nn.ModuleDict({"conv": torch.nn.Conv2d(2, 2, 1)})})
     with pytest.raises(UsageError, match="^--model: .*, not convolutions: train_FSDP.py"):
         tensor_parallel.check_plan(model, plan, grid)
+
+
+@pytest.mark.parametrize(("stages_", "tensor", "context_", "length", "message"), [
+    (3, 1, 1, 8, "^--pipeline-parallel 3: does not divide the 2 processes"),
+    (2, 2, 1, 8, "^--tensor-parallel 2: does not divide the 1 processes of a pipeline stage"),
+    (1, 1, 4, 8, "^--context-parallel 4: does not divide the 2 processes"),
+    (1, 1, 2, 6, "^--length 6: not a multiple of 4"), (1, 2, None, 7, "^--length 7: not a multiple of 4")])
+def test_a_mesh_that_does_not_fit_is_explained(grid, stages_, tensor, context_, length, message):
+    with pytest.raises(UsageError, match=message):
+        arguments = stages.grid(stages_, tensor, torch.device("cpu"))
+        context.divide(init_device_mesh("cpu", **arguments), context_, length)
+
+
+def test_every_block_is_in_one_stage(grid):
+    model = gpt.GPT(gpt.Size(16, 5, 4, 2, 24), 64)
+    for count in range(1, 6):
+        parts = stages.cut(model, count, 5)
+        assert [block for part in parts for block in part.blocks] == [*model.model.layers]
+        assert all(len(part.blocks) for part in parts)
+    with pytest.raises(UsageError, match="^6 pipeline stages: the model has only 5 blocks"):
+        stages.cut(model, 6, 2)
+    with pytest.raises(UsageError, match="^--chunks 2: a pipeline of one process has one stage"):
+        stages.cut(model, 2, 1)
