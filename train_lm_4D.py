@@ -86,7 +86,7 @@ def parse_args():
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
-    parser.add_argument("--sample", default="def ", help="beginning of the text that the model writes")
+    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
     parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
@@ -121,10 +121,10 @@ def parse_args():
 
     # new # lm_CP: TP
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
-    parser.add_argument("--context-parallel", type=cli.positive_int, help="processes per sequence (default: 2)")
+    parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
     # new # lm_4D
-    parser.add_argument("--pipeline-parallel", type=cli.positive_int, help="processes per pipeline (default: 2)")
+    parser.add_argument("--pipeline-parallel", type=cli.positive_int, help="stages (default: 2)")
 
     # new # PP
     parser.add_argument("--micro-batches", type=cli.positive_int, help="per batch (default: from stages)")
@@ -241,7 +241,8 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # lm_4D: TP: the processes of a tensor group and of a pipeline read the same samples
-    grid = dist.init_device_mesh(device.type, **stages.grid(args.pipeline_parallel, args.tensor_parallel, device))
+    shape = stages.grid(args.pipeline_parallel, args.tensor_parallel, device)
+    grid = dist.init_device_mesh(device.type, **shape)
     group = grid["pipeline"].get_group()
 
     # new # lm_CP: TP: so do those of a context group; FSDP2 shards over "data" of `grid`, which has both
@@ -309,7 +310,8 @@ def main(args):
     model.forward = partial(forward, evaluation, local_batch_size, group)
 
     # new # lm_CP: attention alone needs other positions than those of this process
-    context_group, order = cube["context"].get_group(), context.order(args.length, cube["context"].size(), device)
+    context_group = cube["context"].get_group()
+    order = context.order(args.length, context_group.size(), device)
     model.positions = order[context_group.rank()]
     model.attend = lambda *inputs: attend(context_group, order, *inputs)
 
@@ -345,7 +347,8 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
 
         # new # lm
-        print(sample)
+        if sample:
+            print(sample)
 
         return
 
@@ -395,7 +398,7 @@ def main(args):
 
             loss = sum(losses, torch.zeros((), device=device)) / micro_batches
 
-            # new # lm_4D: both copies of a tied embedding get both gradients; clip by the norm over all stages
+            # new # lm_4D: both copies of a tied embedding get both gradients; the norm covers all stages
             stages.sum_tied(model, group)
             shards.clip_grad_norm(model.parameters(), args.clip_norm, group, stages.tied(model, group))
 

@@ -1,7 +1,7 @@
-"""Split every sequence over the processes of a group: context parallelism, with tensor parallelism and FSDP2.
+"""Split every sequence over the processes of a group: context parallelism, with TP and FSDP2.
 
     torchrun --nproc-per-node=2 train_lm_CP.py
-    torchrun --nproc-per-node=8 train_lm_CP.py --model gpt_1b --length 32768 --batch-size 2 --context-parallel 4
+    torchrun --nproc-per-node=8 train_lm_CP.py --model gpt_1b --length 32768 --batch-size 2 --bf16
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_lm_CP.py
     srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_lm_CP.py
 
@@ -76,7 +76,7 @@ def parse_args():
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
-    parser.add_argument("--sample", default="def ", help="beginning of the text that the model writes")
+    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
     parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
@@ -111,7 +111,7 @@ def parse_args():
 
     # new # lm_CP: TP
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
-    parser.add_argument("--context-parallel", type=cli.positive_int, help="processes per sequence (default: 2)")
+    parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
@@ -254,7 +254,8 @@ def main(args):
     shards.fill(model, weights, device).register_forward_pre_hook(shards.channels_last)
 
     # new # lm_CP: attention alone needs other positions than those of this process
-    context_group, order = cube["context"].get_group(), context.order(args.length, cube["context"].size(), device)
+    context_group = cube["context"].get_group()
+    order = context.order(args.length, context_group.size(), device)
     model.positions = order[context_group.rank()]
     model.attend = lambda *inputs: attend(context_group, order, *inputs)
 
@@ -290,7 +291,8 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
 
         # new # lm
-        print(sample)
+        if sample:
+            print(sample)
 
         return
 

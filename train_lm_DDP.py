@@ -46,7 +46,7 @@ def parse_args():
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
-    parser.add_argument("--sample", default="def ", help="beginning of the text that the model writes")
+    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
     parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
@@ -185,7 +185,8 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
 
         # new # lm
-        print(sample)
+        if sample:
+            print(sample)
 
         return
 

@@ -184,17 +184,20 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperature: float = 0.8) -> str:
     """Return `prompt` and `count` bytes that the model draws after it, reading at most the last `length` bytes.
 
-    Bytes that are not printable text become "\N{REPLACEMENT CHARACTER}": control characters could change a terminal. If
-    the tokens are not bytes, returns a line that says so. All processes that share the model must call this.
+    An empty prompt returns an empty text. Bytes that are not printable text become "\N{REPLACEMENT CHARACTER}": control
+    characters could change a terminal. If the tokens are not bytes, returns a line that says so. All processes that
+    share the model must call this.
     """
     weight = model.model.embed_tokens.weight
+    if not prompt:
+        return ""
     if len(weight) != 256 or "forward" in vars(model):
         return "no sample: write one with train_lm.py --evaluate" if len(weight) == 256 else "no sample: no bytes"
     model.eval()
     divided = model.positions, model.attend
     model.positions, model.attend = None, attend
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt.encode() or b"\n")])
+    tokens = torch.tensor([list(prompt.encode())])
     for _ in range(count):
         window = tokens[:, -length:]
         logits = model(F.pad(window, (0, length - window.shape[1])).to(weight.device))[:, window.shape[1] - 1]
