@@ -355,7 +355,7 @@ def main(args):
     # new # lm_CP: TP
     sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
 
-    # new # lm_4D: PP
+    # new # lm_4D: lm_CP + PP
     layout = f"{world_size} group(s) of {sizes} x {group.size()} (pipeline) process(es)"
     layout += f" x {micro_batches} micro-batches x {local_batch_size // micro_batches}"
 
