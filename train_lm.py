@@ -13,7 +13,7 @@ import time
 from common import checkpoint, cli, datasets, devices, endings, errors, models
 
 # new # lm
-from common.language import gpt, text
+from common.language import gpt, llama, text
 from common.recipe import WarmUp
 
 import torch
@@ -36,7 +36,7 @@ def parse_args():
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
     parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
-    parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
+    parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
@@ -99,7 +99,7 @@ def main(args):
 
     # new # lm
     train_set, val_set = text.create_datasets(
-        args.dataset, args.data_path, args.length, args.windows, args.seed)
+        args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
 
     datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
@@ -110,11 +110,14 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # new # lm
-    end = text.ENDS[train_set.vocabulary] if args.document_mask else None
-    model = gpt.GPT(gpt.SIZES[args.model], train_set.vocabulary, end)
+    end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
+    model = gpt.GPT(args.model, train_set.vocabulary, end)
 
     if args.weights:
-        models.load_weights(model, args.weights)
+
+        # new # lm: also those that transformers writes
+        llama.load_weights(model, args.weights)
+
     if args.freeze_layers:
         models.freeze_layers(model)
     model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
@@ -214,7 +217,8 @@ def main(args):
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
 
               # new # lm
-              f"{speed:,.0f} tokens/s{devices.peak_memory(device)}")
+              f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
+              f"{devices.peak_memory(device)}")
 
         # new # lm: after the last epoch, the model writes a sample
         if sample:

@@ -27,13 +27,13 @@ from common import initial, layers, recipe, shards
 from common import tensor_parallel
 
 # new # lm
-from common.language import gpt, text
+from common.language import gpt, llama, text
 from common.recipe import WarmUp
 
 # new # lm_CP
 from common.language import context
 
-# new # lm_4D: PP
+# new # lm_4D: PP: without what FSDP imports
 from common import pipeline
 from common.language import stages
 
@@ -87,7 +87,7 @@ def parse_args():
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
     parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
-    parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
+    parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
@@ -119,7 +119,7 @@ def parse_args():
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # lm_CP: TP
+    # new # lm_CP: TP: both sizes
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
     parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
@@ -236,7 +236,7 @@ def main(args):
 
     # new # lm
     train_set, val_set = text.create_datasets(
-        args.dataset, args.data_path, args.length, args.windows, args.seed)
+        args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
 
     datasets.require_samples(train_set, val_set, args.batch_size)
 
@@ -251,7 +251,7 @@ def main(args):
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
-    # new # lm_4D: PP
+    # new # lm_4D: PP: of the samples of one pipeline
     micro_batches = pipeline.split_batch(local_batch_size, args.micro_batches, group.size(), args.chunks)
 
     # new # TP
@@ -268,16 +268,19 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # new # lm
-    end = text.ENDS[train_set.vocabulary] if args.document_mask else None
+    end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm
-    model, weights = initial.outline(gpt.GPT, gpt.SIZES[args.model], train_set.vocabulary, end)
+    # new # lm_TP: FSDP + lm: tensors without data
+    model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
-        models.load_weights(model, args.weights)
+
+        # new # lm: also those that transformers writes
+        llama.load_weights(model, args.weights)
+
     if args.freeze_layers:
         models.freeze_layers(model)
 
@@ -301,12 +304,12 @@ def main(args):
 
     shards.fill(model, weights, device, parts)
 
-    # new # lm_4D: PP
+    # new # lm_4D: PP: a schedule without a loss only computes outputs
     evaluation = create_schedule(parts, micro_batches, device, group)
 
     schedule = create_schedule(parts, micro_batches, device, group, criterion)
 
-    # new # lm_4D: PP
+    # new # lm_4D: PP: only the first process of a pipeline gives its stage an input
     model.forward = partial(forward, evaluation, local_batch_size, group)
 
     # new # lm_CP: attention alone needs other positions than those of this process
@@ -352,10 +355,10 @@ def main(args):
 
         return
 
-    # new # lm_CP: TP
+    # new # lm_CP: TP: all sizes
     sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
 
-    # new # lm_4D: lm_CP + PP
+    # new # lm_4D: lm_CP + PP: all sizes
     layout = f"{world_size} group(s) of {sizes} x {group.size()} (pipeline) process(es)"
     layout += f" x {micro_batches} micro-batches x {local_batch_size // micro_batches}"
 
@@ -463,7 +466,8 @@ def main(args):
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
 
               # new # lm
-              f"{speed:,.0f} tokens/s{devices.peak_memory(device)}")
+              f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
+              f"{devices.peak_memory(device)}")
 
         # new # lm: after the last epoch, the model writes a sample
         if sample:

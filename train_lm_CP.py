@@ -24,7 +24,7 @@ from common import initial, layers, recipe, shards
 from common import tensor_parallel
 
 # new # lm
-from common.language import gpt, text
+from common.language import gpt, llama, text
 from common.recipe import WarmUp
 
 # new # lm_CP
@@ -77,7 +77,7 @@ def parse_args():
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
     parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
-    parser.add_argument("--model", choices=gpt.SIZES, default="gpt_tiny", help="the network")
+    parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
@@ -109,7 +109,7 @@ def parse_args():
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # lm_CP: TP
+    # new # lm_CP: TP: both sizes
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
     parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
@@ -198,7 +198,7 @@ def main(args):
 
     # new # lm
     train_set, val_set = text.create_datasets(
-        args.dataset, args.data_path, args.length, args.windows, args.seed)
+        args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
 
     datasets.require_samples(train_set, val_set, args.batch_size)
 
@@ -225,16 +225,19 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # new # lm
-    end = text.ENDS[train_set.vocabulary] if args.document_mask else None
+    end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm
-    model, weights = initial.outline(gpt.GPT, gpt.SIZES[args.model], train_set.vocabulary, end)
+    # new # lm_TP: FSDP + lm: tensors without data
+    model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
 
     if args.weights:
-        models.load_weights(model, args.weights)
+
+        # new # lm: also those that transformers writes
+        llama.load_weights(model, args.weights)
+
     if args.freeze_layers:
         models.freeze_layers(model)
 
@@ -296,7 +299,7 @@ def main(args):
 
         return
 
-    # new # lm_CP: TP
+    # new # lm_CP: TP: all sizes
     sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
     layout = f"{world_size} group(s) of {sizes} process(es) x 1 micro-batch x {local_batch_size}"
 
@@ -402,7 +405,8 @@ def main(args):
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
 
               # new # lm
-              f"{speed:,.0f} tokens/s{devices.peak_memory(device)}")
+              f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
+              f"{devices.peak_memory(device)}")
 
         # new # lm: after the last epoch, the model writes a sample
         if sample:

@@ -96,12 +96,13 @@ def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, l
     return sums
 
 
-def load_weights(model: nn.Module, path: str) -> None:
+def load_weights(model: nn.Module, path: str, content: dict | None = None) -> None:
     """Load the tensors in `path` that match `model` by name and shape; the main process lists the others.
 
-    The file is a `state_dict` or a checkpoint of any script here. Raises UsageError if nothing matches.
+    The file is a `state_dict` or a checkpoint of any script here; for other formats, the caller passes its `content`.
+    Raises UsageError if nothing matches.
     """
-    content = load_file("--weights", path)
+    content = load_file("--weights", path) if content is None else content
     content = content["model"] if isinstance(content.get("model"), dict) else content
     wanted = model.state_dict()
     taken = {name: tensor for name, tensor in content.items()

@@ -4,6 +4,8 @@ import re
 import pytest
 import torch
 from conftest import FLOAT64, STRICT, command, distance, epochs, good, load, run, same
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from common.errors import ProcessError, UsageError
 from common.language import gpt, text
@@ -141,3 +143,20 @@ def test_a_masked_document_does_not_see_the_one_before_it():
     for model.end in (0, None):
         torch.testing.assert_close(model(changed)[:, :6], model(both)[:, :6])  # no token sees a later one
     assert (model(both)[:, 4:] - model(two)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_operations_are_those_that_torch_counts(tied):
+    size = gpt.Size(32, 2, 4, 2, 48, tied=tied)
+    model, tokens = gpt.GPT(size, 61), torch.randint(61, (3, 24))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it misses the CPU's kernel
+        gpt.loss(model(tokens), tokens).backward()
+    assert counter.get_total_flops() == gpt.operations(model, 24) * tokens.numel()
+
+
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("NVIDIA GeForce RTX 4090", 165e12),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA A10", None)])
+def test_the_peak_is_that_of_the_device(name, peak):
+    assert gpt.find_peak(name) == peak

@@ -1,5 +1,6 @@
 """A language model with Llama's architecture and names, so that its weights fit those that others publish."""
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from ..reduce import get_world_size
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Size(NamedTuple):
-    """The dimensions and options of a model, as in Llama."""
+    """The dimensions and options of a model; `llama.py` has their names in config.json of Hugging Face's Llama."""
 
     width: int
     layers: int
@@ -21,10 +24,17 @@ class Size(NamedTuple):
     hidden: int  # width of the feed-forward layer
     tied: bool = True  # one weight serves as the embedding and as the last layer
     base: float = 10000.0  # the base of the rotary positions' frequencies
+    vocabulary: int | None = None  # by default, that of the data
+    end: int | None = None  # the token that ends a document, in a vocabulary that text.py does not know
 
 
 SIZES = {"gpt_tiny": Size(128, 4, 4, 2, 448), "gpt_124m": Size(768, 12, 12, 12, 2048),
          "gpt_1b": Size(2048, 16, 32, 8, 8192, base=500000.0)}
+
+# by a pattern in the device's name: TFLOP/s in bfloat16, from the makers' data sheets (NVIDIA: half the figure "with
+# sparsity"; RTX 4090: NVIDIA's white paper on Ada, with sums in float32)
+PEAKS = {"A100": 312, "H[12]00 NVL": 835, "H100 PCIe": 756, "G?H[12]00": 989, "B200": 2250, "L4": 121, "L40S": 362,
+         "RTX 4090$": 165, "MI300X": 1307}
 
 
 class Attention(nn.Module):
@@ -97,7 +107,7 @@ class Logits(nn.Module):
 class GPT(nn.Module):
     """Tokens `int64` (N, T) to logits (N, T, vocabulary) of the next tokens.
 
-    With `end`, a token attends only to its own document, which starts after the last earlier token `end`. The
+    With `end`, a token attends only to its own document, which starts after the last earlier token `end`. The data's
     vocabulary is rounded up to a multiple of 64, which is faster on a GPU and divides over processes. The weights are
     drawn as in GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
 
@@ -107,7 +117,7 @@ class GPT(nn.Module):
 
     def __init__(self, size: Size, vocabulary: int, end: int | None = None) -> None:
         super().__init__()
-        vocabulary += -vocabulary % 64
+        vocabulary = size.vocabulary or vocabulary + -vocabulary % 64
         self.size, self.end, self.model = size, end, Trunk(size, vocabulary)
         self.lm_head = None if size.tied else nn.Linear(size.width, vocabulary, bias=False)
         self.logits, self.positions, self.attend = Logits(), None, attend
@@ -127,7 +137,7 @@ class GPT(nn.Module):
     def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Attend]:
         """Return what the blocks need to know of other positions: turns, mask and `attend`.
 
-        The turns, (2, P, width of a head / 2), are the cosines and sines that turn a head. The mask has shape
+        The turns, (2, P, width of a head), are the cosines and sines that turn a head. The mask has shape
         (N, 1, P, T); without `end`, it is None: attention is causal.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
@@ -136,7 +146,8 @@ class GPT(nn.Module):
         speeds = self.size.base ** (-torch.arange(0, width, 2, device=every.device).to(precise) / width)
         angles = positions[:, None] * speeds
         mask = None if self.end is None else same_document(tokens, self.end, positions)
-        return torch.stack([angles.cos(), angles.sin()]), mask, self.attend
+        turns = torch.stack([angles.cos(), angles.cos(), -angles.sin(), angles.sin()], 1).view(-1, 2, width)
+        return turns.transpose(0, 1), mask, self.attend
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -144,15 +155,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
     The queries are those of the last T of the S positions.
     """
-    mask = causal_lower_right(q.shape[2], k.shape[2]) if mask is None else mask
+    causal = mask is None and q.shape[2] == k.shape[2]
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if mask is None and not causal else mask
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn each pair of a head's numbers, (N, heads, T, width); numbers i and i + width / 2 form a pair."""
-    (cos, sin), (one, two) = turns.to(x.dtype), x.chunk(2, -1)
-    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+    cos, sin = turns.to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def same_document(tokens: Tensor, end: int, positions: Tensor) -> Tensor:
@@ -178,6 +190,32 @@ def bits(logits: Tensor, labels: Tensor) -> Tensor:
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return a metric: for each window (N,), the fraction of the labels that the model predicts correctly."""
     return (logits.argmax(2) == labels).to(logits.dtype).mean(1)
+
+
+def operations(model: GPT, length: int) -> int:
+    """Return the floating-point operations of training on one token of a window: 6 N + 12 L H Q T.
+
+    The formula is that of PaLM's appendix B (arXiv:2204.02311): N parameters in products of matrices, L layers, H heads
+    of width Q, and T = `length`. It counts all of attention, although a causal kernel skips half of it.
+    """
+    embedding = 0 if model.size.tied else model.model.embed_tokens.weight.numel()
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1) - embedding
+    return 6 * parameters + 12 * model.size.layers * model.size.width * length
+
+
+def utilization(model: GPT, length: int, speed: float, device: torch.device) -> str:
+    """Return "  MFU 40%": `speed`, tokens/s over all processes, relative to the devices' peak in bfloat16.
+
+    Returns "" if the peak is not in PEAKS. In float32, GPUs reach at most half of this peak.
+    """
+    ask = getattr(torch.get_device_module(device), "get_device_name", None)
+    peak = find_peak(ask(device)) if ask and device.type != "cpu" else None
+    return f"  MFU {operations(model, length) * speed / peak / get_world_size():.0%}" if peak else ""
+
+
+def find_peak(name: str) -> float | None:
+    """Return the peak in PEAKS of the device `name`, in FLOP/s."""
+    return next((peak * 1e12 for pattern, peak in PEAKS.items() if re.search(rf"\b{pattern}\b", name)), None)
 
 
 @torch.no_grad()

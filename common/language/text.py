@@ -16,7 +16,6 @@ from ..errors import ProcessError, UsageError, reason
 
 DATASETS = ["stdlib", "text", "tokens"]
 BYTES, GPT2 = 256, 50257  # the sizes of the vocabularies
-ENDS = {BYTES: 0, GPT2: 50256}  # the token that ends a document, by vocabulary
 
 
 class Windows:
@@ -62,7 +61,8 @@ class Windows:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def create_datasets(name: str, path: str, length: int, count: int, seed: int) -> tuple[Windows, Windows]:
+def create_datasets(name: str, path: str, length: int, count: int, seed: int,
+                    vocabulary: int | None = None) -> tuple[Windows, Windows]:
     """Return the training and validation windows of `name`, one of DATASETS.
 
     - "stdlib": the sources of Python's standard library on this machine, without tests. The last 5 % of the files are
@@ -70,17 +70,25 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int) ->
     - "text": the UTF-8 file `path`, or all `.txt` files in this folder, as bytes. The last 5 % are for validation.
     - "tokens": `path`/train.bin and `path`/val.bin, `uint16`, which stay on disk.
 
-    An epoch has `count` windows; the validation set has at most an eighth of that number. Raises UsageError if data is
-    missing.
+    An epoch has `count` windows; the validation set has at most an eighth of that number. The model may fix the
+    `vocabulary`. Raises UsageError if data is missing.
     """
     if name == "tokens":
-        parts, size = [_memory_map(Path(path, f"{part}.bin")) for part in ("train", "val")], GPT2
+        parts, size = [_memory_map(Path(path, f"{part}.bin")) for part in ("train", "val")], vocabulary or GPT2
     else:
         documents = _standard_library() if name == "stdlib" else _documents(Path(path))
-        parts, size = [np.frombuffer(text, np.uint8) for text in _split(documents)], BYTES
+        parts, size = [np.frombuffer(text, np.uint8) for text in _split(documents)], min(BYTES, vocabulary or BYTES)
     train, val = parts
     return (Windows(f"{name}'s training text", train, size, length, count, seed),
             Windows(f"{name}'s validation text", val, size, length, max(1, count // 8)))
+
+
+def end(vocabulary: int, other: int | None) -> int:
+    """Return the token that ends a document: of bytes, of GPT-2's vocabulary, or `other` for other vocabularies."""
+    found = {BYTES: 0, GPT2: 50256}.get(vocabulary, other)
+    if found is None:
+        raise UsageError("--document-mask: the model's config.json has no eos_token_id, the end of a document")
+    return found
 
 
 def digest(dataset: Windows) -> str:
