@@ -137,15 +137,13 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     `content` itself.
     """
     mine = dict(flatten(content))
-    outlines = {path for path, value in mine.items() if isinstance(value, Tensor) and value.is_meta}
-    if not outlines and not any(map(is_sharded, mine.values())):
+    if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
         return content
-    mine = {path: value for path, value in mine.items() if path not in outlines}
-    # without stages, all processes have shards of the same tensors
-    same = [path for path, value in mine.items() if is_sharded(value)] if not outlines else []
-    whole = {path: _unshard(mine.pop(path)) for path in same}
+    mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
+    whole: dict[tuple, Any] = {}
     held: list[dict] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items()})
+    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items()
+                                  if not is_sharded(value) or _first(value) == dist.get_rank()})
     for path in dict.fromkeys(path for paths in held for path in paths):
         owner, value = next(rank for rank, paths in enumerate(held) if path in paths), mine.get(path)
         whole[path] = _fetch(_unshard(value) if is_sharded(value) else value, owner, held[owner][path])
@@ -187,7 +185,12 @@ def _unshard(value: "DTensor") -> Tensor | None:
     for dim in range(len(placements)) if strided else reversed(range(len(placements))):
         placements[dim] = Replicate()
         value = value.redistribute(placements=placements)
-    return value.to_local().cpu() if dist.get_rank() == value.device_mesh.mesh.min() else None
+    return value.to_local().cpu() if dist.get_rank() == _first(value) else None
+
+
+def _first(value: "DTensor") -> int:
+    """Return the first rank of a tensor's mesh."""
+    return int(value.device_mesh.mesh.min())
 
 
 def _fetch(value: Any, owner: int, outline: Any) -> Any:
