@@ -56,7 +56,7 @@ REMEDIES = {  # what to do about each finding, worst first
     "cores": "start fewer processes on this host, or request more cores (--cpus-per-task)",
     "slow-rank": "compare clock rates, temperatures and other processes (nvidia-smi -q -d PERFORMANCE, top)",
     "clock": "synchronize the clocks (chrony): logs and file times disagree"}
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the old name, before torch 2.14
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 COLLECTIVES = {  # name: (bytes on the bus per byte, with many ranks; the call; the index of the result tensor)
     "all-reduce": (2, lambda whole, part, other: dist.all_reduce(whole), 0),
@@ -223,7 +223,7 @@ class Team:
         self.stage, self.deadline = stage, time.monotonic() + self.options.limit
 
     def connect(self):
-        limit = datetime.timedelta(seconds=self.options.limit + 30)  # the guard's limit comes first
+        limit = datetime.timedelta(seconds=self.options.limit + 30)  # longer, so that guard() reports first
         return dist.PrefixStore("check.py", dist.TCPStore(self.head, self.port, wait_for_workers=False, timeout=limit))
 
     def start(self):
@@ -383,7 +383,7 @@ def verify(rank, world, device):
     wrong = set()
     for piece in (1, 1023, 30011) if world <= 32 else (1, 7):
         drawn = torch.stack([torch.randint(-99, 99, (world, piece), generator=torch.Generator().manual_seed(seed))
-                             for seed in range(world)]).float().to(device)  # each rank's piece for each rank
+                             for seed in range(world)]).float().to(device)  # what each rank sends to each rank
         right = {"all-reduce": drawn.sum(0), "all-gather": drawn[:, 0], "reduce-scatter": drawn.sum(0)[rank],
                  "all-to-all": drawn[:, rank]}
         for name, (_, call, result) in COLLECTIVES.items():
@@ -425,7 +425,7 @@ def measure(team, device):
 
 
 def multiply(device):
-    """Return the mean time of a matrix product that is repeated for a second. The mean shows pauses, too."""
+    """Return the mean time of a matrix product that is repeated for a second. The mean includes pauses, too."""
     size, dtype, count = (512, torch.float32, 1) if device.type == "cpu" else (4096, torch.bfloat16, 20)
     matrices, times = torch.randn(2, size, size, device=device, dtype=dtype), []
     seconds(torch.matmul, matrices, 3)
@@ -527,7 +527,7 @@ def main():
         if team.store:
             team.store.set("failed", f"rank {team.rank} on {socket.gethostname()}: {type(error).__name__}: {error}")
         team.deadline = 0
-        threading.Event().wait()  # the guard ends this process
+        threading.Event().wait()  # guard() ends this process
     team.end(store=team.store, present=range(team.world))
 
 

@@ -53,7 +53,7 @@ class PairDataset:
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers see each new epoch
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that workers see each new epoch
 
     def __len__(self):
         return len(self.pair_list)

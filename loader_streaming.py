@@ -62,7 +62,7 @@ class PairDataset:
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers see each new epoch
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that workers see each new epoch
 
     # new # streaming: a stream has neither a length nor access by index
 
@@ -122,7 +122,7 @@ class Stream(PairDataset, IterableDataset):
         places = self.share[sum(counts[:part]) * self.batch_size:][:counts[part] * self.batch_size]
         shards, order = list(self.pair_list.shards), list(places)
         if self.cuts.train:
-            seed = f"shards {self.cuts.seed} {epoch}"  # every reader needs the same order
+            seed = f"shards {self.cuts.seed} {epoch}"  # all processes and workers need the same order
             random.Random(seed).shuffle(shards)
             order = buffered(places, self.pair_list.buffer, f"{seed} {places.start}")
         return shards, order[len(range(turn, skip, workers)) * self.batch_size:]

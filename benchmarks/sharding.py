@@ -29,7 +29,7 @@ from benchmarks.tables import ROOT, path_of, ratio, save, sharding_table, spread
 from common import checkpoint, endings, folders, models, pipeline, shards
 
 PROCESSES, STEPS = 2, 6
-MICRO_BATCHES = [2, 4, 8]  # of IMAGES images each
+MICRO_BATCHES = [2, 4, 8]  # numbers of micro-batches of IMAGES images each
 IMAGES = 8
 STEPPING = ["train_DDP.py", "train_FSDP.py"]
 # For each script, the calls for which training waits at each checkpoint, in order
@@ -110,7 +110,7 @@ def bubbles_of(rounds: int, model: str) -> None:
         idle = torch.tensor(1 - sum(busy) / (time.perf_counter() - start))
         dist.all_reduce(idle)
         shares[number].append(idle.item() / world_size)
-    measure.show({number: each[1:] for number, each in shares.items()})  # without the first round, which allocates
+    measure.show({number: each[1:] for number, each in shares.items()})  # the first round allocates memory
     dist.destroy_process_group()
 
 

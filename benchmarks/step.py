@@ -156,7 +156,7 @@ def watch_epochs(args) -> dict:
 def main() -> None:
     parser = measure.make_parser(__doc__, epochs=5, batch_size=128, rounds=15)
     scripts = [name for name in measure.training_scripts() if name != "train_mp.py"]  # its loops run in other processes
-    parser.add_argument("--script", default="train.py", choices=scripts, help="its first epoch does not count")
+    parser.add_argument("--script", default="train.py", choices=scripts, help="run it, without its first epoch")
     args = parser.parse_args()
     if args.epochs < 2:
         raise errors.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")

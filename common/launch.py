@@ -132,8 +132,8 @@ def end_with_launcher() -> None:
 def tie_worker(worker_id: int) -> None:
     """As the `worker_init_fn` of a DataLoader, make a loader worker exit when the process that reads from it ends.
 
-    torch's own watchdog cannot do this while the worker starts, which takes seconds under spawn. Under forkserver, it
-    watches the fork server, which lives as long as the worker.
+    torch's own watchdog cannot do this while the worker starts, which takes seconds under spawn. Under forkserver, the
+    watchdog watches the fork server, which lives as long as the worker.
     """
     end_with_parent("SIGKILL")  # Windows has no signal.SIGKILL
     threading.Thread(target=_outlive_no_parent, daemon=True).start()

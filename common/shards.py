@@ -65,8 +65,8 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
     """Yield each block that FSDP2 shards, and whether to free its weights after the forward pass: only if `reshard`.
 
     A block with less than a tenth of the largest block's parameters, such as a stem or a classifier, stays in the
-    root's unit: small messages cost mostly latency. So do blocks that share a weight: two units would each train their
-    own copy. The last block keeps its weights, because backward starts with it.
+    root's unit: small messages cost mostly latency. Blocks that share a weight also stay there: two units would each
+    train their own copy. The last block keeps its weights, because backward starts with it.
     """
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     owners = Counter(parameter for block in blocks for parameter in block.parameters())
@@ -138,7 +138,7 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
         return content
     mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
-    whole = {path: _unshard(value) for path, value in mine.items() if is_sharded(value)}  # all processes have these
+    whole = {path: _unshard(value) for path, value in mine.items() if is_sharded(value)}  # sharded everywhere
     held: list[dict] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items() if path not in whole})
     for path in dict.fromkeys(path for paths in held for path in paths):

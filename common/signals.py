@@ -18,7 +18,7 @@ def note_signals(*names: str) -> threading.Event:
     """
     numbers = {getattr(signal, name) for name in names if hasattr(signal, name)}  # Windows has no SIGUSR1
     for number in numbers:
-        signal.signal(number, lambda *_: noted.set())  # in case one of torch's threads receives it
+        signal.signal(number, lambda *_: noted.set())  # in case one of torch's threads receives the signal
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         threading.Thread(target=_note, args=(numbers,), daemon=True).start()

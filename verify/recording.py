@@ -85,7 +85,7 @@ class Recorder:
         self.held, self.parameters, self.replicas = [], [], False
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.clear()
-        self.drawn = None  # the program has yet to create its model
+        self.drawn = None  # the program has not created its model yet
 
     def clear(self):
         self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
@@ -214,7 +214,7 @@ class Recorder:
         self.flags |= {"random"} if self.drawn and self.drawn != self.draws() else set()
         grads = [item.grad for item in self.parameters if item.grad is not None]
         if self.samples and self.parameters and not any(grad.any() for grad in grads):
-            self.flags.add("reset")  # this is a later micro-batch
+            self.flags.add("reset")  # gradients were set to zero before a later micro-batch
         self.begin()
         for iterator, batches in self.pending.items():
             self.trained.add(id(iterator._dataset))
@@ -246,8 +246,8 @@ class Recorder:
             leaves = torch.utils._pytree.tree_leaves((args, more))
             tensors = [value for value in leaves if type(value) is torch.Tensor and value.ndim > 0 and not value.is_meta
                        and value.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)]
-            trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss module has none
-            if trains and not any(tensor.requires_grad for tensor in tensors):  # not another module's output
+            trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss has no parameters
+            if trains and not any(tensor.requires_grad for tensor in tensors):  # not outputs of another module
                 self.drawn = self.drawn if self.inputs else self.draws()
                 self.inputs.append(tensors)
         if module.training and any(word in type(module).__name__ for word in self.resting):
@@ -319,7 +319,7 @@ class Recorder:
         try:
             batch = torch.utils._pytree.tree_map(visit, function(iterator))
         except StopIteration:
-            self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # no backward pass followed
+            self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # batches with no backward pass
             if id(iterator._dataset) in self.trained and self.torch.is_grad_enabled():
                 sampler = getattr(iterator, "_index_sampler", None)
                 for name in ("batch_sampler", "sampler"):  # accelerate wraps the sampler in another one
@@ -364,7 +364,7 @@ class Recorder:
             return  # GradScaler found infinite gradients: the fused kernel skips this step
         self.outer = optimizer
         trained = [(item, group) for group in optimizer.param_groups for item in group["params"]
-                   if item.requires_grad and not item.is_meta]  # meta: in another process
+                   if item.requires_grad and not item.is_meta]  # meta: the data is in another process
         self.parameters = [item for item, _ in trained]
         self.optimized |= {id(item) for item in self.parameters}
         self.rates = [[float(group.get("lr") or 0)] for _, group in trained]

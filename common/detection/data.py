@@ -314,13 +314,14 @@ def save_preview(path: str | Path, dataset: Any) -> None:
 def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Tensor]) -> None:
     """Write the first 16 images of a dataset to a PNG, with true boxes in green and the detections of `find` in red.
 
-    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). Those with scores below 0.3 are not drawn.
+    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7), of which those with scores below 0.3 are not
+    drawn.
     """
     images, labels = dataset.__getitems__(range(min(16, len(dataset))))
     found = find(images).cpu()
     found = found[found[:, 5] >= 0.3][:, [0, 6, 1, 2, 3, 4, 5]]
     rows = torch.cat([F.pad(labels, (0, 1), value=-1), found])  # a score of -1 marks a true box
-    images, rows = resize(images, rows, max(320, images.shape[-1]))  # large enough for the text
+    images, rows = resize(images, rows, max(320, images.shape[-1]))  # enlarge small images: the text needs room
     names, pictures = [*dataset.classes, *(f"ignored {name}" for name in reversed(dataset.classes))], []
     for place, image in enumerate(images):
         own = rows[rows[:, 0] == place]

@@ -162,9 +162,9 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
     for part in labels.split(max(1, MOST_IOUS // len(places))):
         image = part[:, 0].long()
         iou = box_iou(part[:, None, 2:], found[image])[:, 0]
-        overlaps.index_add_(0, image, (iou > 0.5).to(overlaps.dtype))  # small integers: exact in any order
+        overlaps.index_add_(0, image, (iou > 0.5).to(overlaps.dtype))  # small integers add up exactly in any order
     image, classes, boxes = labels[:, 0].long(), labels[:, 1].long(), labels[:, 2:]
-    real = (classes >= 0).to(labels.dtype)  # a weight: selecting rows would make the CPU wait for the GPU
+    real = (classes >= 0).to(labels.dtype)  # use a weight: selecting rows would make the CPU wait for the GPU
     place = _assign(boxes, outputs[1], outputs[0][0].shape[1] * STRIDES[0])
     positive = torch.zeros_like(overlaps).index_put_((image, place), real, accumulate=True).clamp(max=1)
     counted = torch.where(overlaps > 0, positive, 1)
@@ -205,7 +205,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
             raise UsageError("the authors' format has no GroupNorm: use --model tiny-bn or yolov3")
         if isinstance(layer, nn.Conv2d):
             tensors += [layer.weight] if layer.bias is None else [layer.bias, layer.weight]
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # its tensors precede its convolution's weight
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # BatchNorm's tensors precede the convolution's weight
             tensors += [layer.bias, layer.weight, *list(layer.buffers())[:2], tensors.pop()]
     return tensors
 
@@ -217,7 +217,7 @@ def load_weights(model: YOLOv3, path: str) -> None:
     to a second file, which is read here. Raises UsageError if the file's size does not fit the model.
     """
     try:
-        header = np.fromfile(path, "<i4", 5)  # version; images seen, in 64 bits
+        header = np.fromfile(path, "<i4", 5)  # the version, then the number of images seen, in 64 bits
     except OSError as error:
         raise UsageError(f"--weights {path}: {reason(error)}") from None
     if len(header) < 5 or header[:3].min() < 0 or header[:3].max() > 999:  # torch's files start with letters

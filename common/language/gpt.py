@@ -1,4 +1,4 @@
-"""A language model with Llama's architecture and names, so that its weights fit those that others publish."""
+"""A language model with Llama's architecture and names, so that published weights fit it."""
 import math
 from typing import NamedTuple
 
