@@ -172,7 +172,7 @@ def listen(nccl, name):
     found = {"lo": "127.0.0.1"}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address; 0x8915 is Linux's SIOCGIFADDR
+            with contextlib.suppress(OSError):  # an interface without IPv4 address; 0x8915 is Linux's SIOCGIFADDR
                 data = fcntl.ioctl(probe, 0x8915, interface.encode().ljust(256, b"\0"))
                 found[interface] = socket.inet_ntoa(data[20:24])
     setting = os.environ.get("NCCL_SOCKET_IFNAME" if nccl else "GLOO_SOCKET_IFNAME", "^lo,docker" if nccl else "")

@@ -49,7 +49,7 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access. It returns a batch's slot in the ring and its length."""
+    """Pairs, decoded and cropped on access. A batch is returned as (its slot in the ring, its length)."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
@@ -97,7 +97,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, to resume a run; later passes count on from there.
 
-        The next pass skips `skip` pairs: whole batches, over all processes. It does not decode them.
+        The next pass skips `skip` pairs (whole batches, over all processes) without decoding them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 

@@ -3,10 +3,9 @@
     python -m benchmarks.sharding                                     # vit_base: half an hour on two cores
     python -m benchmarks.sharding --model vit --rounds 1              # a trial
 
-It launches the scripts on two processes, DDP and FSDP alternately, and measures inside these processes. A pipeline
-stage is idle while it runs neither a forward nor a backward pass. The wait for a checkpoint is the time until training
-continues.
-`python -m benchmarks.compare --show` writes the tables into docs/speed.md.
+The benchmark launches the scripts on two processes, DDP and FSDP alternately, and measures inside these processes. A
+pipeline stage is idle while it runs neither a forward nor a backward pass. The wait for a checkpoint is the time until
+training continues. `python -m benchmarks.compare --show` writes the tables into docs/speed.md.
 """
 import contextlib
 import os

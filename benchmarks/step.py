@@ -4,9 +4,10 @@
     python -m benchmarks.step --model resnet18 --rounds 5                                          # ten minutes there
     python -m benchmarks.step --model resnet18 --dataset fake --batch-size 512 --script train_amp.py --device cuda
 
-It measures the scripts' step, and the same step with one change at a time, interleaved with products of large matrices.
-The rate of these products gives the time that a step's arithmetic needs. It also measures how long a script's loop
-waits for the next batch. This is the longest time that an accelerator can be idle for lack of data.
+The benchmark measures the scripts' step, and the same step with one change at a time, interleaved with products of
+large matrices. The rate of these products gives the time that a step's arithmetic needs. The benchmark also measures
+how long a script's loop waits for the next batch. This wait is the longest time that an accelerator can be idle for
+lack of data.
 """
 import contextlib
 import io

@@ -106,9 +106,9 @@ def copied(value: Any) -> Any:
 def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[str] = ()) -> None:
     """Write `content`, from collect(), to the other `names` in the folder of `path`, then to `path`, each atomically.
 
-    It writes a temporary file, flushes it to disk and renames it, so a crash leaves either the old file or the new one.
-    The other names are hard links, or copies if the file system does not support links. Raises ProcessError if the file
-    cannot be written (disk full, no permission).
+    The content goes to a temporary file, which is flushed to disk and renamed, so a crash leaves either the old file or
+    the new one. The other names are hard links, or copies if the file system does not support links. Raises
+    ProcessError if the file cannot be written (disk full, no permission).
     """
     temporary, other = (Path(path).with_name(f".{Path(path).name}.{kind}") for kind in ("tmp", "link"))
     try:

@@ -131,8 +131,8 @@ class FolderDataset:
     """Labeled image files, decoded on access: a batch is images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
 
     With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training.
-    Otherwise, it resizes the image to 256 pixels and crops its center. Raises ProcessError, naming the file, if an
-    image cannot be decoded.
+    Without `augment`, it resizes the image to 256 pixels and crops its center. Raises ProcessError, naming the file, if
+    an image cannot be decoded.
     """
 
     mean, std = DATASETS["folder"][1:3]

@@ -98,7 +98,7 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 def device_types_in_groups(platform: str = sys.platform) -> set[str]:
     """Return the device types whose default torch.distributed backend accepts their tensors.
 
-    This excludes "mps": its default is gloo, which accepts only "cpu" and "cuda" tensors
+    The result excludes "mps": its default is gloo, which accepts only "cpu" and "cuda" tensors
     (`Backend.default_device_backend_map` and `Backend.backend_capability` in torch/distributed/distributed_c10d.py).
     On Windows, it excludes "cuda", too: there is no NCCL, and gloo's all-reduce of a CUDA tensor ends the process
     (github.com/pytorch/pytorch/issues/186535).

@@ -77,15 +77,15 @@ def report_errors() -> Iterator[None]:
     If all processes know the cause, the main process reports it. Otherwise, the process that failed reports it, with
     its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
-    After a failure, the process flushes its output and exits at once. It does not destroy the process group, because
-    that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within a node).
-    After end_at_once(), the process also exits at once when the script is done.
-    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
+    After a failure, the process flushes its output and exits at once. The process does not destroy the process group,
+    because that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within
+    a node). After end_at_once(), the process also exits at once when the script is done. Exit codes: 2 for wrong usage,
+    1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
     """
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
         sys.stdout.reconfigure(line_buffering=True)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would print the error again
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # mp.spawn would log the error, too
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the job does not ignore Ctrl-C

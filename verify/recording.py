@@ -1,7 +1,7 @@
-"""The recorder, which runs inside the programs that are compared. It needs only torch.
+"""The recorder, which runs inside the programs that are compared. The recorder needs only torch.
 
-It writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader of
-training data has delivered its last batch), "end" (the program has ended) or "failed". A step has one row for each
+The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
+of training data has delivered its last batch), "end" (the program has ended) or "failed". A step has one row for each
 parameter: name, shape, initial digest, learning rate, and digests of its gradient and its new value. `held` lists the
 tensors that no optimizer changes: buffers, and averages of the weights. A digest is the norm of a tensor and two
 projections of it.

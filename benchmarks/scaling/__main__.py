@@ -4,7 +4,7 @@
     python -m benchmarks.scaling --render                          # writes the tables again, from the same inputs
     python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of your own model
 
-It writes benchmarks/results/scaling.json and the marked parts of docs/scaling.md.
+The command writes benchmarks/results/scaling.json and the marked parts of docs/scaling.md.
 """
 import json
 

@@ -1,4 +1,4 @@
-"""Mean average precision by COCO's definition. It is not a mean over images or processes.
+"""Mean average precision by COCO's definition, which is not a mean over images or processes.
 
 `match` compares the detections of some images with their true boxes. `average_precision` takes the results for all
 images, from all processes.

@@ -149,9 +149,9 @@ def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
 def loss(outputs: Outputs, labels: Tensor) -> Tensor:
     """Return the SUM of the loss over the boxes of a batch; `labels` has the shape (M, 6), where M may be 0.
 
-    It has three terms: one for each box, one for each class of each box (a box may have several classes), and one for
-    the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with a
-    box or an ignored region of its image. This differs from section 2.1 in three ways. The IoU is that of the
+    The loss has three terms: one for each box, one for each class of each box (a box may have several classes), and one
+    for the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with
+    a box or an ignored region of its image. The loss differs from section 2.1 in three ways. The IoU is that of the
     prediction, as in the authors' program, not that of its anchor. The box term is the complete IoU loss (Zheng et al.
     2019, arXiv:1911.08287) instead of squared errors. The terms have weights.
     """
@@ -179,8 +179,9 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
 def detect(outputs: Outputs, threshold: float = 0.01, most: int = 100) -> Tensor:
     """Return the detections (D, 7): image's index in the batch, x1, y1, x2, y2 in pixels, score, class.
 
-    They are sorted by image, then by descending score: at most `most` per image, with scores (objectness times class
-    probability) above `threshold`. A place detects only its best class; the authors' program can report several.
+    The detections are sorted by image, then by descending score: at most `most` per image, with scores (objectness
+    times class probability) above `threshold`. A place detects only its best class; the authors' program can report
+    several.
     """
     predictions, places = _flatten(outputs)
     best, classes = predictions[..., 5:].max(2)

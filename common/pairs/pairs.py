@@ -75,8 +75,9 @@ class Cut(NamedTuple):
 class Cuts:
     """Chooses how to resize, crop and flip each pair, with the same values for both images.
 
-    With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Otherwise, it crops
-    the center. The shorter side becomes `resize` pixels (0: unchanged); the other keeps the aspect ratio, rounded down.
+    With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Without `train`, it
+    crops the center. The shorter side becomes `resize` pixels (0: unchanged); the other keeps the aspect ratio, rounded
+    down.
     """
 
     def __init__(self, resize: int, crop: int, seed: int, train: bool) -> None:
@@ -177,8 +178,8 @@ def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) 
 def make_samples(folder: str | Path) -> None:
     """Create a small set of pairs in `folder` unless it exists: synthetic scenes, sharp and with motion blur.
 
-    It has 29 training and 7 test pairs, landscape, portrait and square, 320 to 480 pixels wide. One process creates
-    the set while the others wait; `folder` appears when it is complete.
+    The set has 29 training and 7 test pairs, landscape, portrait and square, 320 to 480 pixels wide. One process
+    creates the set while the others wait; `folder` appears when it is complete.
     """
     folder = Path(folder)
     try:
