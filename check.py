@@ -4,11 +4,11 @@
     srun ... python check.py --folder /shared/runs --params 100M
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
-Launch it on all hosts, as you launch training. It needs only torch. Exit code 0: fit to train. 1: a finding prevents
-training. 2: wrong usage. Launchers report any failure as 1. If a stage, or one measurement, takes longer than --limit,
-the report names the stage and the ranks that are missing, silent or unreachable. If torchrun itself waits for a host,
-it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is defined as in
-nccl-tests. You can compare it with the speed of the links for any number of ranks.
+Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0: fit to train. 1: a finding
+prevents training. 2: wrong usage. Launchers report any failure as 1. If a stage, or one measurement, takes longer than
+--limit, the report names the stage and the ranks that are missing, silent or unreachable. If torchrun itself waits for
+a host, it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is defined as
+in nccl-tests, so that you can compare it with the speed of the links for any number of ranks.
 """
 import argparse
 import contextlib
@@ -63,7 +63,7 @@ COLLECTIVES = {  # name: (bytes on the bus per byte, with many ranks; the call; 
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
     "all-to-all": (1, lambda whole, part, other: dist.all_to_all_single(other, whole), 2)}
-VERSIONS = "device product driver torch cuda nccl python".split()  # all ranks should have the same
+VERSIONS = "device product driver torch cuda nccl python".split()  # what all ranks should have in common
 SHOWN = [*VERSIONS, *"numa memory shm open-files clock measured seconds write read".split()]
 
 
@@ -308,7 +308,7 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # if one rank fails, a launcher ends all: report first; the reporting rank may serve the store and ends last
+            # When one rank fails, a launcher ends all: report first; this rank may serve the store, so it ends last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:
@@ -509,7 +509,7 @@ def count(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir's")
-    parser.add_argument("--params", type=count, help="number of parameters, such as 100M: predict a step's wait")
+    parser.add_argument("--params", type=count, help="parameters of your model, such as 100M, to predict a step's wait")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")
     parser.add_argument("--cpu", action="store_true", help="use the CPUs even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -6,7 +6,7 @@
 
 DATA contains {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in
 ./data. If --resize makes a JPEG at least four times smaller, the script decodes it at 1/2, 1/4 or 1/8 scale.
-In photos, its pixels then differ from those of a full decode by at most 12 (of 255), on average by less
+In photos, pixels then differ from those of a full decode by at most 12 (of 255), on average by less
 than 2.
 
 In a training script, call build_loader after init_process_group:

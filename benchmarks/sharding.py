@@ -130,7 +130,7 @@ def waits(script: str, args) -> dict[str, Any]:
 
 def main() -> None:
     parser = measure.make_parser(__doc__, epochs=3, batch_size=64, rounds=5)
-    parser.add_argument("--snapshot-every", type=int, default=12, help="steps of train_elastic.py")
+    parser.add_argument("--snapshot-every", type=int, default=12, help="steps between train_elastic.py's snapshots")
     parser.set_defaults(model="vit_base", device="cpu")
     args = parser.parse_args()
     where = measure.machine(torch.device("cpu"), "train*.py", "common", "benchmarks/*.py")

@@ -58,7 +58,7 @@ def _key(tensor: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operators on meta tensors, except views. `known` is False if one of them uses other data."""
+    """Records the operators on meta tensors, except views. `known` is False if one of them uses other data."""
 
     def __init__(self) -> None:
         super().__init__()

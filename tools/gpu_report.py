@@ -56,9 +56,9 @@ def read(path: Path) -> dict[str, dict]:
     return notes
 
 
-# The plugin of pytest
+# The pytest plugin
 
-@pytest.hookimpl(trylast=True)  # after -m
+@pytest.hookimpl(trylast=True)  # after pytest's own -m
 def pytest_collection_modifyitems(items: list) -> None:
     """Note the names of all tests that match --only, and select those that are not done."""
     if NOTES not in os.environ:
@@ -90,7 +90,7 @@ def pytest_runtest_logfinish() -> None:
 # What is measured
 
 class Measurement(NamedTuple):
-    table: str  # of the report
+    table: str  # the table of the report
     what: str
     command: list[str]
     settings: dict[str, str] = {}

@@ -17,7 +17,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of a digest's plane wave, one for each axis of a tensor
+FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, along each axis
 
 
 class Part(NamedTuple):
@@ -299,7 +299,7 @@ class Recorder:
                      float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
 
     def begin(self):
-        """Record that this rank has begun a step: if it never ends, another rank has left the loop."""
+        """Record that this rank has begun a step: if the step never ends, another rank has left the loop."""
         if not self.begun:
             self.begun = True
             self.write("begin")

@@ -17,7 +17,7 @@ from common import cli, endings
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--render", action="store_true", help="use the inputs in scaling.json; measure nothing")
-    parser.add_argument("--parameters", type=cli.positive, help="parameters of your model; needs --step")
+    parser.add_argument("--parameters", type=cli.positive, help="of your model; with --step, print its efficiency")
     parser.add_argument("--step", type=cli.positive, help="seconds of your model's step on one GPU")
     args = parser.parse_args()
     if (args.parameters is None) != (args.step is None):

@@ -30,8 +30,8 @@ def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True
     """Return the seconds of an all-reduce of `size` bytes: one ring on CPUs; on GPUs, within hosts, then across.
 
     Across hosts, each GPU sends 1 / NODE of the bytes at the same time: together `size` bytes, over the host's share
-    of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring. With `groups`, as many
-    groups of `processes` share each host, and reduce `size` bytes each at the same time.
+    of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring. With `groups`,
+    that many groups of `processes` processes share each host, and each reduces `size` bytes at the same time.
     """
     if not on_gpus:
         return ring(processes, size, link["bandwidth"], TCP_LATENCY)
@@ -74,7 +74,7 @@ def sharded_pass(units: int, seconds: float, gather: float, scatter=0.0) -> floa
 def sharded_step_time(model: dict, processes: int, link: dict) -> float:
     """Return the seconds of one step under FSDP2: a gather in forward, a gather and a scatter in backward.
 
-    Each takes half the time of a ring all-reduce: NCCL has no tree for them across multi-GPU hosts.
+    Each of these takes half the time of a ring all-reduce: NCCL has no tree for them across multi-GPU hosts.
     """
     seconds, units = model["step_seconds"], model["units"]
     half = all_reduce(processes, 4 * model["parameters"] / units, link, trees=False) / 2

@@ -290,7 +290,8 @@ def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the batch at a random size, a multiple of 32 that changes every 10 steps and is equal on all processes.
 
-    For size 416, YOLO9000 (arXiv:1612.08242, section 2) draws a size from 320 to 608. Other sizes use the same ratios.
+    For size 416, YOLO9000 (arXiv:1612.08242, section 2) draws a size from 320 to 608. For other sizes, this range is
+    scaled.
     """
     low, high = (max(1, round(images.shape[-1] * side / 416 / 32)) for side in (320, 608))
     size = 32 * random.Random(mix(seed, epoch, step // 10)).randint(low, high)

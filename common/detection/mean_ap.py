@@ -18,11 +18,12 @@ def match(detections: Tensor, labels: Tensor) -> Tensor:
     """Match `detections` (D, 7) with true boxes; return a row for each, `float32` (D, 3): class, score, result.
 
     `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, the detections take
-    their boxes in order of descending score. Each takes the free box of its class with the highest IoU, if this IoU
-    reaches the threshold. Bit t of the result is set if the detection is correct at threshold t. Bit 10 + t is set if
-    the detection is ignored at threshold t: it took no box, and the fraction of its area inside a region to ignore
-    reaches the threshold. Several detections can lie in the same region. Rows that count at no threshold are omitted.
-    These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes compares the IoU, not this fraction.
+    their boxes in order of descending score. Each detection takes the free box of its class with the highest IoU, if
+    this IoU reaches the threshold. Bit t of the result is set if the detection is correct at threshold t. Bit 10 + t is
+    set if the detection is ignored at threshold t: it took no box, and the fraction of its area inside a region to
+    ignore reaches the threshold. Several detections can lie in the same region. Rows that count at no threshold are
+    omitted. These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes compares the IoU, not this
+    fraction.
     """
     found, true = (part.detach().cpu().double().numpy() for part in (detections, labels))
     found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # in any order of the input
@@ -30,7 +31,7 @@ def match(detections: Tensor, labels: Tensor) -> Tensor:
     results = np.zeros((len(found), 20), bool)
     for place in np.unique(found[:, 0]):
         rows, boxes = (slice(*part[:, 0].searchsorted((place, place + 1))) for part in (found, true))
-        _match_image(found[rows], true[boxes][::-1], results[rows])  # among equal IoUs, COCO takes the last
+        _match_image(found[rows], true[boxes][::-1], results[rows])  # among equal IoUs, COCO takes the last box
     table = np.stack([found[:, 6], found[:, 5], results @ BITS], 1)[~results[:, 10:].all(1)]
     return torch.from_numpy(table).to(detections.device, torch.float32)
 

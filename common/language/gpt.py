@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """All layers but the last: tokens `int64` (N, T) to (N, T, width)."""
+    """All layers except the last: tokens `int64` (N, T) to (N, T, width)."""
 
     def __init__(self, size: Size, vocabulary: int) -> None:
         super().__init__()
