@@ -4,11 +4,11 @@
     srun ... python check.py --folder /shared/runs --params 100M
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
-Launch it on all hosts, as you launch training. It needs only torch. Exit code 0: fit to train. 1: a finding prevents
-training. 2: wrong usage. Launchers report any failure as 1. If a stage, or one measurement, takes longer than --limit,
-the report names the stage and the ranks that are missing, silent or unreachable. If torchrun itself waits for a host,
-it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is defined as in
-nccl-tests. You can compare it with the speed of the links for any number of ranks.
+Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0: fit to train. 1: a finding
+prevents training. 2: wrong usage. Launchers report any failure as 1. If a stage, or one measurement, takes longer than
+--limit, the report names the stage and the ranks that are missing, silent or unreachable. If torchrun itself waits for
+a host, it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is defined as
+in nccl-tests, so that you can compare it with the speed of the links for any number of ranks.
 """
 import argparse
 import contextlib
@@ -56,14 +56,14 @@ REMEDIES = {  # what to do about each finding, worst first
     "cores": "start fewer processes on this host, or request more cores (--cpus-per-task)",
     "slow-rank": "compare clock rates, temperatures and other processes (nvidia-smi -q -d PERFORMANCE, top)",
     "clock": "synchronize the clocks (chrony): logs and file times disagree"}
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the old name, before torch 2.14
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 COLLECTIVES = {  # name: (bytes on the bus per byte, with many ranks; the call; the index of the result tensor)
     "all-reduce": (2, lambda whole, part, other: dist.all_reduce(whole), 0),
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
     "all-to-all": (1, lambda whole, part, other: dist.all_to_all_single(other, whole), 2)}
-VERSIONS = "device product driver torch cuda nccl python".split()  # all ranks should have the same
+VERSIONS = "device product driver torch cuda nccl python".split()  # what all ranks should have in common
 SHOWN = [*VERSIONS, *"numa memory shm open-files clock measured seconds write read".split()]
 
 
@@ -172,7 +172,7 @@ def listen(nccl, name):
     found = {"lo": "127.0.0.1"}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address; 0x8915 is Linux's SIOCGIFADDR
+            with contextlib.suppress(OSError):  # an interface without IPv4 address; 0x8915 is Linux's SIOCGIFADDR
                 data = fcntl.ioctl(probe, 0x8915, interface.encode().ljust(256, b"\0"))
                 found[interface] = socket.inet_ntoa(data[20:24])
     setting = os.environ.get("NCCL_SOCKET_IFNAME" if nccl else "GLOO_SOCKET_IFNAME", "^lo,docker" if nccl else "")
@@ -223,7 +223,7 @@ class Team:
         self.stage, self.deadline = stage, time.monotonic() + self.options.limit
 
     def connect(self):
-        limit = datetime.timedelta(seconds=self.options.limit + 30)  # the guard's limit comes first
+        limit = datetime.timedelta(seconds=self.options.limit + 30)  # longer, so that guard() reports first
         return dist.PrefixStore("check.py", dist.TCPStore(self.head, self.port, wait_for_workers=False, timeout=limit))
 
     def start(self):
@@ -308,7 +308,7 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # if one rank fails, a launcher ends all: report first; the reporting rank may serve the store and ends last
+            # When one rank fails, a launcher ends all: report first; this rank may serve the store, so it ends last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:
@@ -383,7 +383,7 @@ def verify(rank, world, device):
     wrong = set()
     for piece in (1, 1023, 30011) if world <= 32 else (1, 7):
         drawn = torch.stack([torch.randint(-99, 99, (world, piece), generator=torch.Generator().manual_seed(seed))
-                             for seed in range(world)]).float().to(device)  # each rank's piece for each rank
+                             for seed in range(world)]).float().to(device)  # what each rank sends to each rank
         right = {"all-reduce": drawn.sum(0), "all-gather": drawn[:, 0], "reduce-scatter": drawn.sum(0)[rank],
                  "all-to-all": drawn[:, rank]}
         for name, (_, call, result) in COLLECTIVES.items():
@@ -425,7 +425,7 @@ def measure(team, device):
 
 
 def multiply(device):
-    """Return the mean time of a matrix product that is repeated for a second. The mean shows pauses, too."""
+    """Return the mean time of a matrix product that is repeated for a second. The mean includes pauses, too."""
     size, dtype, count = (512, torch.float32, 1) if device.type == "cpu" else (4096, torch.bfloat16, 20)
     matrices, times = torch.randn(2, size, size, device=device, dtype=dtype), []
     seconds(torch.matmul, matrices, 3)
@@ -509,7 +509,7 @@ def count(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir's")
-    parser.add_argument("--params", type=count, help="number of parameters, such as 100M: predict a step's wait")
+    parser.add_argument("--params", type=count, help="parameters of your model, such as 100M, to predict a step's wait")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")
     parser.add_argument("--cpu", action="store_true", help="use the CPUs even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -527,7 +527,7 @@ def main():
         if team.store:
             team.store.set("failed", f"rank {team.rank} on {socket.gethostname()}: {type(error).__name__}: {error}")
         team.deadline = 0
-        threading.Event().wait()  # the guard ends this process
+        threading.Event().wait()  # guard() ends this process
     team.end(store=team.store, present=range(team.world))
 
 

@@ -6,7 +6,7 @@
 
 DATA contains {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in
 ./data. If --resize makes a JPEG at least four times smaller, the script decodes it at 1/2, 1/4 or 1/8 scale.
-In photos, its pixels then differ from those of a full decode by at most 12 (of 255), on average by less
+In photos, pixels then differ from those of a full decode by at most 12 (of 255), on average by less
 than 2.
 
 In a training script, call build_loader after init_process_group:
@@ -49,11 +49,11 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access. It returns a batch's slot in the ring and its length."""
+    """Pairs, decoded and cropped on access. A batch is returned as (its slot in the ring, its length)."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers see each new epoch
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that workers see each new epoch
 
     def __len__(self):
         return len(self.pair_list)
@@ -97,7 +97,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, to resume a run; later passes count on from there.
 
-        The next pass skips `skip` pairs: whole batches, over all processes. It does not decode them.
+        The next pass skips `skip` pairs (whole batches, over all processes) without decoding them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 

@@ -6,7 +6,7 @@
     python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
 
 Pairs, order, crops and flips are the same as in loader.py. DALI decodes only the region of the crop, at full
-scale. On a CPU, pixels differ from loader.py's by at most 1 (of 255). They differ by up to 12 in the
+scale. On a CPU, pixels differ from loader.py's by at most 1 (of 255). Pixels differ by up to 12 in the
 outermost rows and columns of a crop, and in photos that loader.py decodes at a reduced scale.
 
 Parent: loader.py
@@ -145,7 +145,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, to resume a run; later passes count on from there.
 
-        The next pass skips `skip` pairs: whole batches, over all processes. It does not decode them.
+        The next pass skips `skip` pairs (whole batches, over all processes) without decoding them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 

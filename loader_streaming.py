@@ -58,11 +58,11 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access. It returns a batch's slot in the ring and its length."""
+    """Pairs, decoded and cropped on access. A batch is returned as (its slot in the ring, its length)."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers see each new epoch
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that workers see each new epoch
 
     # new # streaming: a stream has neither a length nor access by index
 
@@ -122,7 +122,7 @@ class Stream(PairDataset, IterableDataset):
         places = self.share[sum(counts[:part]) * self.batch_size:][:counts[part] * self.batch_size]
         shards, order = list(self.pair_list.shards), list(places)
         if self.cuts.train:
-            seed = f"shards {self.cuts.seed} {epoch}"  # every reader needs the same order
+            seed = f"shards {self.cuts.seed} {epoch}"  # all processes and workers need the same order
             random.Random(seed).shuffle(shards)
             order = buffered(places, self.pair_list.buffer, f"{seed} {places.start}")
         return shards, order[len(range(turn, skip, workers)) * self.batch_size:]
@@ -169,7 +169,7 @@ class PairLoader:
     def set_epoch(self, epoch, skip=0):
         """Set the epoch of the next pass, to resume a run; later passes count on from there.
 
-        The next pass skips `skip` pairs: whole batches, over all processes. It does not decode them.
+        The next pass skips `skip` pairs (whole batches, over all processes) without decoding them.
         """
         self.epoch, self.skip = epoch, pairs.whole_batches(skip, self.batch_size)
 
@@ -203,7 +203,7 @@ def build_loader(args):
     device = devices.select_device(args.device)
     devices.keep_freed_memory(device)
 
-    # new # streaming: this reads only the list of shards
+    # new # streaming: read only the list of shards
     names = args.img_dir, args.gt_dir
     pair_list = tars.Shards(args.data_source, args.split, names, args.shuffle_buffer)
 

@@ -351,7 +351,7 @@ def main(args):
         lr = optimizer.param_groups[0]["lr"]
         scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
 
-        # new # DCP: FSDP: no gathering; prune() keeps the folder with the best score
+        # new # DCP: FSDP: save without gathering; prune() keeps the folder with the best score
         best_score = max(best_score, score)
         values = {"epoch": epoch, "score": score, "best_score": best_score}
         saving = save(folder, epoch * len(train_loader), state, group, stager, saving, **values)
@@ -360,7 +360,7 @@ def main(args):
         if not reduce.is_main_process():
             continue
 
-        # new # DCP: elastic: no file contains the whole model
+        # new # DCP: elastic: write no last.pt, because no process has the whole model
 
         # new # elastic: the speed counts only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size / seconds

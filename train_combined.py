@@ -85,7 +85,7 @@ def parse_args():
     # new # grad_accum
     parser.add_argument("--accum-steps", type=cli.positive_int, default=4, help="micro-batches per step")
 
-    # new # combined: the recipe; all of its options are off by default
+    # new # combined: the options of a training recipe, which are off by default
     parser.add_argument("--warm-up", type=cli.count, default=0, help="steps until the full learning rate")
     parser.add_argument("--label-smoothing", type=cli.fraction, default=0, help="in the training loss only")
     parser.add_argument("--ema", type=cli.fraction, default=0, help="decay of the averaged weights; 0: none")
@@ -296,7 +296,7 @@ def main(args):
             with parallel_model.no_sync():
                 for part, part_labels in parts:
 
-                    # new # combined: amp + grad_accum: autocast for each micro-batch
+                    # new # combined: amp + grad_accum: run each micro-batch under autocast
                     with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
                         loss = train_criterion(parallel_model(normalize(part)), part_labels)
 
@@ -371,7 +371,7 @@ def main(args):
         val_loss, metrics = evaluate(model, val_loader, normalize, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
 
-        # new # combined: DDP: after the broadcast, which sets rank 0's BatchNorm statistics
+        # new # combined: DDP: evaluate after the broadcast of rank 0's BatchNorm statistics
         metrics |= evaluate_average(average, model, val_loader, normalize, device)
 
         score = metrics["accuracy"]  # yours: the score; best.pt is the epoch with the highest score

@@ -68,7 +68,7 @@ def parse_args():
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 
-    # new # mp: the arguments that a launcher would have
+    # new # mp: the arguments that a launcher would take
     parser.add_argument("--nprocs", type=cli.positive_int, help="on this host (default: 1 per device, or 2)")
     parser.add_argument("--nnodes", type=cli.positive_int, default=1, help="number of hosts")
     parser.add_argument("--node-rank", type=cli.count, default=0, help="rank of this host, from 0")

@@ -78,7 +78,7 @@ class Bug(NamedTuple):
 class Program(NamedTuple):
     name: str
     path: Path
-    commands: list  # A and B; {} is the path
+    commands: list  # A and B; {} stands for the path
     needs: list  # packages
     bugs: dict  # name: Bug
 

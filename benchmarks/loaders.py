@@ -92,7 +92,7 @@ class PILPairs:
 
     def __init__(self, pair_list: list, task: Task) -> None:
         self.pair_list = pair_list
-        self.transform = v2.Compose([  # draws once for both images
+        self.transform = v2.Compose([  # draws one crop and flip for both images
             *([v2.Resize(task.resize)] if task.resize else []), v2.ToImage(), v2.RandomCrop(task.crop),
             v2.RandomHorizontalFlip(), v2.RandomVerticalFlip(), v2.ToDtype(torch.float32, scale=True),
             v2.Normalize([0.5] * 3, [0.5] * 3)])
@@ -178,7 +178,7 @@ def report(runs: list[dict]) -> str:
 
 def measure_task(task: Task, base: str, count: int, rounds: int, device: torch.device, with_dali: bool) -> list[dict]:
     """Return the interleaved runs of all contenders for a task."""
-    torch.set_num_threads(1)  # only in this process: it leaves the cores to those that decode
+    torch.set_num_threads(1)  # this process leaves the cores to the processes that decode
     folder, runs = Path(base, f"{task.width}x{task.height}"), []
     if not folder.exists():
         make_files(folder, count if task.width == 640 else count // 3, task.width, task.height)
@@ -193,7 +193,7 @@ def measure_task(task: Task, base: str, count: int, rounds: int, device: torch.d
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--rounds", type=cli.positive_int, default=9, help="epochs of each contender")
-    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="of 640x480; a third as many large ones")
+    parser.add_argument("--pairs", type=cli.positive_int, default=384, help="small pairs; of large ones, a third")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
     args = parser.parse_args()
     device = devices.select_device(args.device)

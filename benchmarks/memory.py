@@ -3,11 +3,11 @@
     python -m benchmarks.memory                                             # vit_base
     python -m benchmarks.memory --model vit --processes 2 --scripts train_DDP.py train_FSDP.py
 
-It launches each script on a CPU, follows the storage of every tensor, and ends the launch after the third step. It
-reports the peak of this step: momentum and DDP's final buckets exist only after the first two. It also prints rank 0's
-peak while the script creates the model, until it could resume from a checkpoint. The resident set size would also count
-torch itself and memory that the allocator keeps. What a kernel or gloo allocates internally is not counted.
-`python -m benchmarks.compare --show` writes the table into docs/speed.md.
+The benchmark launches each script on a CPU, follows the storage of every tensor, and ends the launch after the third
+step. It reports the peak of the third step: momentum and DDP's final buckets exist only after the first two. The
+benchmark also prints rank 0's peak while the script creates the model, until it could resume from a checkpoint. The
+resident set size would also count torch itself and memory that the allocator keeps. What a kernel or gloo allocates
+internally is not counted. `python -m benchmarks.compare --show` writes the table into docs/speed.md.
 """
 import gc
 import itertools

@@ -3,10 +3,9 @@
     python -m benchmarks.sharding                                     # vit_base: half an hour on two cores
     python -m benchmarks.sharding --model vit --rounds 1              # a trial
 
-It launches the scripts on two processes, DDP and FSDP alternately, and measures inside these processes. A pipeline
-stage is idle while it runs neither a forward nor a backward pass. The wait for a checkpoint is the time until training
-continues.
-`python -m benchmarks.compare --show` writes the tables into docs/speed.md.
+The benchmark launches the scripts on two processes, DDP and FSDP alternately, and measures inside these processes. A
+pipeline stage is idle while it runs neither a forward nor a backward pass. The wait for a checkpoint is the time until
+training continues. `python -m benchmarks.compare --show` writes the tables into docs/speed.md.
 """
 import contextlib
 import os
@@ -29,7 +28,7 @@ from benchmarks.tables import ROOT, path_of, ratio, save, sharding_table, spread
 from common import checkpoint, endings, folders, models, pipeline, shards
 
 PROCESSES, STEPS = 2, 6
-MICRO_BATCHES = [2, 4, 8]  # of IMAGES images each
+MICRO_BATCHES = [2, 4, 8]  # numbers of micro-batches of IMAGES images each
 IMAGES = 8
 STEPPING = ["train_DDP.py", "train_FSDP.py"]
 # For each script, the calls for which training waits at each checkpoint, in order
@@ -110,7 +109,7 @@ def bubbles_of(rounds: int, model: str) -> None:
         idle = torch.tensor(1 - sum(busy) / (time.perf_counter() - start))
         dist.all_reduce(idle)
         shares[number].append(idle.item() / world_size)
-    measure.show({number: each[1:] for number, each in shares.items()})  # without the first round, which allocates
+    measure.show({number: each[1:] for number, each in shares.items()})  # the first round allocates memory
     dist.destroy_process_group()
 
 
@@ -131,7 +130,7 @@ def waits(script: str, args) -> dict[str, Any]:
 
 def main() -> None:
     parser = measure.make_parser(__doc__, epochs=3, batch_size=64, rounds=5)
-    parser.add_argument("--snapshot-every", type=int, default=12, help="steps of train_elastic.py")
+    parser.add_argument("--snapshot-every", type=int, default=12, help="steps between train_elastic.py's snapshots")
     parser.set_defaults(model="vit_base", device="cpu")
     args = parser.parse_args()
     where = measure.machine(torch.device("cpu"), "train*.py", "common", "benchmarks/*.py")

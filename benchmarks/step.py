@@ -4,9 +4,10 @@
     python -m benchmarks.step --model resnet18 --rounds 5                                          # ten minutes there
     python -m benchmarks.step --model resnet18 --dataset fake --batch-size 512 --script train_amp.py --device cuda
 
-It measures the scripts' step, and the same step with one change at a time, interleaved with products of large matrices.
-The rate of these products gives the time that a step's arithmetic needs. It also measures how long a script's loop
-waits for the next batch. This is the longest time that an accelerator can be idle for lack of data.
+The benchmark measures the scripts' step, and the same step with one change at a time, interleaved with products of
+large matrices. The rate of these products gives the time that a step's arithmetic needs. The benchmark also measures
+how long a script's loop waits for the next batch. This wait is the longest time that an accelerator can be idle for
+lack of data.
 """
 import contextlib
 import io
@@ -156,7 +157,7 @@ def watch_epochs(args) -> dict:
 def main() -> None:
     parser = measure.make_parser(__doc__, epochs=5, batch_size=128, rounds=15)
     scripts = [name for name in measure.training_scripts() if name != "train_mp.py"]  # its loops run in other processes
-    parser.add_argument("--script", default="train.py", choices=scripts, help="its first epoch does not count")
+    parser.add_argument("--script", default="train.py", choices=scripts, help="run it, without its first epoch")
     args = parser.parse_args()
     if args.epochs < 2:
         raise errors.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")

@@ -1,4 +1,4 @@
 """Shared code: networks, data, checkpoints and one-line errors, but no training loop.
 
-Importing it has no side effects: a script calls `report_errors` to install signal and exit handlers.
+Importing this package has no side effects: a script calls `report_errors` to install signal and exit handlers.
 """

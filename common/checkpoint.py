@@ -106,9 +106,9 @@ def copied(value: Any) -> Any:
 def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[str] = ()) -> None:
     """Write `content`, from collect(), to the other `names` in the folder of `path`, then to `path`, each atomically.
 
-    It writes a temporary file, flushes it to disk and renames it, so a crash leaves either the old file or the new one.
-    The other names are hard links, or copies if the file system does not support links. Raises ProcessError if the file
-    cannot be written (disk full, no permission).
+    The content goes to a temporary file, which is flushed to disk and renamed, so a crash leaves either the old file or
+    the new one. The other names are hard links, or copies if the file system does not support links. Raises
+    ProcessError if the file cannot be written (disk full, no permission).
     """
     temporary, other = (Path(path).with_name(f".{Path(path).name}.{kind}") for kind in ("tmp", "link"))
     try:
@@ -117,7 +117,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
             file.flush()
             os.fsync(file.fileno())
         for name in names:
-            other.unlink(missing_ok=True)  # left by a run that was killed
+            other.unlink(missing_ok=True)  # a killed run may have left one
             _link(temporary, other)
             os.replace(other, other.with_name(name))
         os.replace(temporary, path)
@@ -164,10 +164,10 @@ class BackgroundWriter:
 def load_file(option: str, path: str | Path) -> dict[str, Any]:
     """Return the dict that `torch.save` wrote to `path`, with its tensors on the CPU.
 
-    The file may contain only tensors and plain values, so loading executes no code. It is memory-mapped: the processes
-    of a host share one copy of its pages (`mmap` in https://docs.pytorch.org/docs/stable/generated/torch.load.html).
-    Copy any tensor that must outlive the file. Raises UsageError, naming `option`, if the file is missing, incomplete
-    or in another format.
+    The file may contain only tensors and plain values, so loading executes no code. torch maps the file into memory:
+    the processes of a host share one copy of its pages (`mmap` in
+    https://docs.pytorch.org/docs/stable/generated/torch.load.html). Copy any tensor that must outlive the file. Raises
+    UsageError, naming `option`, if the file is missing, incomplete or in another format.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -196,14 +196,14 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best score so far or -inf).
 
     `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). Any script may have written
-    it: optional parts that the checkpoint lacks, such as a `scaler`, stay unchanged. The optimizer uses this command's
+    the checkpoint: optional parts that it lacks, such as a `scaler`, stay unchanged. The optimizer uses this command's
     learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress` receives its
     value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected. `take(part, saved)`
     returns the state that the object `part` loads, given its `saved` state; by default, a copy. `read(path)` returns
     the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if the checkpoint does not fit or
     differs between processes.
     """
-    for group in state["optimizer"].param_groups:  # record this command's rate; not every scheduler does
+    for group in state["optimizer"].param_groups:  # record this command's rate, which not every scheduler records
         group.setdefault("initial_lr", group["lr"])
     if path == "auto":
         path = Path(output_dir, "last.pt")

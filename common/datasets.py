@@ -6,14 +6,14 @@ The scripts accept any dataset with a length and one of these methods:
 - `__getitems__(indices)` returns a list of samples, as torch expects, or a whole batch: a tuple of two tensors.
 
 The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). So a loader does not need
-to collate samples, and it transfers `uint8`: a quarter of the bytes of `float32`. On the device, `Normalize` converts
-only `uint8` images. A dataset may have these attributes; the scripts also find them inside torch's Subset and
-ConcatDataset:
+to collate samples. `uint8` has a quarter of the bytes of `float32`, so batches reach the device faster. On the device,
+`Normalize` converts only `uint8` images. A dataset may have these attributes; the scripts also find them inside torch's
+Subset and ConcatDataset:
 
-- `set_epoch(epoch)` is called before each epoch. Loader workers stay alive between epochs only if they can read the new
-  epoch from a tensor `epoch` in shared memory. In this module, augmentation depends only on `(seed, epoch, index)`, so
-  that any number of processes and workers trains on the same images. Augmentation that draws from torch's global
-  generator would depend on the number of processes and workers.
+- `set_epoch(epoch)`: the scripts call it before each epoch. Loader workers stay alive between epochs only if they can
+  read the new epoch from a tensor `epoch` in shared memory. In this module, augmentation depends only on `(seed, epoch,
+  index)`, so that any number of processes and workers trains on the same images. Augmentation that draws from torch's
+  global generator would depend on the number of processes and workers.
 - `mean` and `std`, per channel, for pixels in [0, 1].
 - `num_classes` or `classes`, and `image_shape`, for the models in `common/models.py`.
 - `most_workers`, the largest useful number of loader workers.
@@ -69,9 +69,9 @@ DATASETS = {
 def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Path) -> tuple[Any, Any]:
     """Return the training and validation sets of `name`, one of DATASETS.
 
-    `path` is the folder of torchvision's datasets, which one process downloads while the others wait. For "folder", it
-    is the folder of the images, and the main process writes `class_indices.json` to `output_dir`. Raises UsageError if
-    the data is missing.
+    `path` is the folder of torchvision's datasets, which one process downloads while the others wait. For "folder",
+    `path` is the folder of the images, and the main process writes `class_indices.json` to `output_dir`. Raises
+    UsageError if the data is missing.
     """
     kind = DATASETS[name]
     if not kind.load:
@@ -131,8 +131,8 @@ class FolderDataset:
     """Labeled image files, decoded on access: a batch is images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
 
     With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training.
-    Otherwise, it resizes the image to 256 pixels and crops its center. Raises ProcessError, naming the file, if an
-    image cannot be decoded.
+    Without `augment`, it resizes the image to 256 pixels and crops its center. Raises ProcessError, naming the file, if
+    an image cannot be decoded.
     """
 
     mean, std = DATASETS["folder"][1:3]
@@ -177,7 +177,7 @@ class Normalize(nn.Module):
     """Converts `uint8` images (N, C, H, W) to floats on their device; returns any other input unchanged.
 
     If the dataset has a `mean` and a `std` for pixels in [0, 1], the floats have mean 0 and standard deviation 1 per
-    channel. Otherwise, they are in [0, 1].
+    channel. Otherwise, the floats are in [0, 1].
     """
 
     scale: Tensor

@@ -14,7 +14,7 @@ from .errors import UsageError
 def prepare(name: str | None, deterministic: bool, local_rank: int | None = None) -> torch.device:
     """Select a device with `select_device`, configure torch for it with `choose_algorithms`, and return the device.
 
-    Call it before NCCL starts. Otherwise, despite `deterministic`, NCCL may sum with NVLink SHARP, in an order that
+    Call this before NCCL starts. Otherwise, despite `deterministic`, NCCL may sum with NVLink SHARP, in an order that
     differs from call to call (github.com/pytorch/pytorch/pull/156381).
     """
     device = select_device(name, local_rank)
@@ -27,7 +27,7 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
     """Return the device `name`; by default the accelerator, or the CPU if there is none.
 
     A process in a group passes its `local_rank` and gets its own device. A device with an index becomes the current
-    one. Otherwise, the process, or only its memory-pinning thread, would also open a context on device 0. Raises
+    device: otherwise, the process, or only its memory-pinning thread, would also open a context on device 0. Raises
     UsageError if the device is not available.
     """
     device = _choose(name, local_rank)
@@ -98,7 +98,7 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 def device_types_in_groups(platform: str = sys.platform) -> set[str]:
     """Return the device types whose default torch.distributed backend accepts their tensors.
 
-    This excludes "mps": its default is gloo, which accepts only "cpu" and "cuda" tensors
+    The result excludes "mps": its default is gloo, which accepts only "cpu" and "cuda" tensors
     (`Backend.default_device_backend_map` and `Backend.backend_capability` in torch/distributed/distributed_c10d.py).
     On Windows, it excludes "cuda", too: there is no NCCL, and gloo's all-reduce of a CUDA tensor ends the process
     (github.com/pytorch/pytorch/issues/186535).

@@ -77,18 +77,18 @@ def report_errors() -> Iterator[None]:
     If all processes know the cause, the main process reports it. Otherwise, the process that failed reports it, with
     its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
-    After a failure, the process flushes its output and exits at once. It does not destroy the process group, because
-    that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within a node).
-    After end_at_once(), it also exits at once when the script is done.
-    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
+    After a failure, the process flushes its output and exits at once. The process does not destroy the process group,
+    because that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within
+    a node). After end_at_once(), the process also exits at once when the script is done. Exit codes: 2 for wrong usage,
+    1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
     """
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
         sys.stdout.reconfigure(line_buffering=True)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # hides its copy of the error
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # mp.spawn would log the error, too
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the job ignores Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the job does not ignore Ctrl-C
         signal.signal(signal.SIGINT, _interrupt)
     codes: list[int] = []  # the exit code, if any; this exit handler, registered first, runs after those of the script
     atexit.register(lambda: _exit_at_once(codes[0]) if codes else None)
@@ -114,7 +114,7 @@ def _last_words(error: BaseException) -> tuple[str | None, int] | None:
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
     if isinstance(error, KeyboardInterrupt):
         return _interrupted(error, rank)
-    if isinstance(error, ProcessExitedException):  # in mp.spawn's parent; the failed process has already reported
+    if isinstance(error, ProcessExitedException):  # in mp.spawn's parent; the failed process has already reported it
         if error.exit_code >= 0:
             return None, error.exit_code
         name = signal.Signals(-error.exit_code).name
@@ -135,12 +135,12 @@ def _last_words(error: BaseException) -> tuple[str | None, int] | None:
 def _interrupted(error: KeyboardInterrupt, rank: int) -> tuple[str | None, int]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the cleanup
     if hasattr(signal, "SIGCHLD"):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's worker ends
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader worker ends
     sys.unraisablehook = lambda _: None  # __del__ fails if the constructor was interrupted
     code = error.args[0] if error.args else 128 + signal.SIGINT
     if multiprocessing.parent_process() or rank:  # mp.spawn's parent or rank 0 reports
         return None, code
-    for process in multiprocessing.active_children():  # Ctrl-C has also reached these
+    for process in multiprocessing.active_children():  # Ctrl-C has also reached these processes
         if process.daemon:  # a loader's worker; while it starts, an interrupt would end it with a traceback
             process.kill()
         elif code != 130 and process.pid:

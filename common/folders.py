@@ -1,6 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint: one folder per checkpoint, with one file per process.
 
-torch writes `.metadata` last: a folder without it is incomplete. That file is a pickle, which torch loads without
+torch writes `.metadata` last: a folder without it is incomplete. `.metadata` is a pickle, which torch loads without
 restrictions. So this module checks every folder first: `.metadata` may name only the classes below, and all entries
 must be tensors, because torch would unpickle any other entry. The rest of a run's state is in `values.json`.
 
@@ -52,10 +52,10 @@ def _member(kind: Any, name: str) -> enum.Enum:
 def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """Create the folder for a checkpoint after `steps` steps; return it and this process's tensors for async_save.
 
-    Its name is `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER` otherwise.
-    Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in `state`. Only rank 0
-    saves tensors that are not sharded, because BatchNorm's statistics differ between processes within an epoch. All
-    processes must call this.
+    The folder is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER`
+    otherwise. Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in `state`.
+    Only rank 0 saves tensors that are not sharded, because BatchNorm's statistics differ between processes within an
+    epoch. All processes must call this.
     """
     path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))

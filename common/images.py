@@ -124,7 +124,7 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np
     """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, with only the header decoded.
 
     `content` is the file's bytes if the caller has read them. Raises ProcessError, naming the file, if it is not an
-    image or has more pixels than the environment variable MAX_IMAGE_PIXELS allows. It also rejects a PNG with wrong
+    image or has more pixels than the environment variable MAX_IMAGE_PIXELS allows. `read` also rejects a PNG with wrong
     checksums, which would crash the process in torchvision 0.29.
     """
     limit = os.environ.get("MAX_IMAGE_PIXELS", str(MAX_PIXELS))

@@ -1,4 +1,4 @@
-"""Initial weights without a full model in memory: every process draws all of them, one tensor at a time.
+"""Initial weights without a full model in memory: every process draws all weights, one tensor at a time.
 
 A model is created on the meta device, where tensors have no data. A recorder notes each operator that would fill or
 change a tensor. Replayed on the CPU from the same random state, the operators give the weights that a script for one
@@ -58,7 +58,7 @@ def _key(tensor: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operators on meta tensors, except views. `known` is False if one of them uses data from elsewhere."""
+    """Records the operators on meta tensors, except views. `known` is False if one of them uses other data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Watch(TorchFunctionMode):
-    """Tells the recorder if code reads `Tensor.is_meta`: some functions of torch.nn.init then do nothing."""
+    """Tells the recorder if code reads `Tensor.is_meta`, because functions of torch.nn.init may then do nothing."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Weights:
         self.recorder, self.state, self.outlines, self.whole = recorder, state, outlines, whole
 
     def draw(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor), one at a time, and free each; all processes must iterate together."""
+        """Yield one (name, full tensor) after another, and free each; all processes must iterate together."""
         if self.recorder:
             yield from self._replay(self.recorder.calls, {*names})
             self.recorder = None

@@ -72,8 +72,8 @@ def is_task(env: Mapping[str, str], pid: int, has_terminal: bool) -> bool:
 
     A batch script has SLURM_PROCID but is not a step, and the interactive step of `salloc` has one task. The shell of
     `srun -n4 --pty bash` has the variables of the first of four tasks, although the other three shells have ended. A
-    process started there has the shell's terminal and a different PID than the task. Without `--pty`, a task has no
-    terminal, even if a wrapper script starts `python`.
+    process that this shell starts has the shell's terminal and a different PID than the task. Without `--pty`, a task
+    has no terminal, even if a wrapper script starts `python`.
     """
     return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (not has_terminal or env.get("SLURM_TASK_PID") == str(pid))
 
@@ -132,8 +132,8 @@ def end_with_launcher() -> None:
 def tie_worker(worker_id: int) -> None:
     """As the `worker_init_fn` of a DataLoader, make a loader worker exit when the process that reads from it ends.
 
-    torch's own watchdog cannot do this while the worker starts, which takes seconds under spawn. Under forkserver, it
-    watches the fork server, which lives as long as the worker.
+    torch's own watchdog cannot do this while the worker starts, which takes seconds under spawn. Under forkserver, the
+    watchdog watches the fork server, which lives as long as the worker.
     """
     end_with_parent("SIGKILL")  # Windows has no signal.SIGKILL
     threading.Thread(target=_outlive_no_parent, daemon=True).start()

@@ -33,7 +33,7 @@ class CNN(nn.Module):
             nn.Linear(32 * (height // 8) * (width // 8), 128), nn.ReLU(),
             nn.Linear(128, 64), nn.ReLU(),
         )
-        for module in self.modules():  # He et al. 2015, arXiv:1502.01852: keeps the signal's scale without BatchNorm
+        for module in self.modules():  # keeps the signal's scale without BatchNorm (He et al. 2015, arXiv:1502.01852)
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         self.classifier = nn.Linear(64, num_classes)
@@ -97,7 +97,7 @@ def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, l
 
 
 def load_weights(model: nn.Module, path: str, content: dict | None = None) -> None:
-    """Load the tensors in `path` that match `model` by name and shape; the main process lists the others.
+    """Load the tensors in `path` that match `model` by name and shape; the main process lists all other tensors.
 
     The file is a `state_dict` or a checkpoint of any script here; for other formats, the caller passes its `content`.
     Raises UsageError if nothing matches.

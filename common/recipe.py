@@ -20,8 +20,8 @@ SKIPPED, STEPS = 5, 5  # skip the first steps, which allocate memory; trace the 
 def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
     """Call `action()` after each step in which `optimizer` updates the weights.
 
-    If gradients overflow, a GradScaler does not call the optimizer. It does call an optimizer with `fused=True`, which
-    skips the update itself: the optimizer then has a nonzero `found_inf`.
+    If gradients overflow, a GradScaler does not call the optimizer. The scaler does call an optimizer with
+    `fused=True`, which skips the update itself: the optimizer then has a nonzero `found_inf`.
     """
     def act(optimizer: Optimizer, *_: Any) -> None:
         if not getattr(optimizer, "found_inf", None):

@@ -96,7 +96,7 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
                  takes: Mapping[str, Collection[str]], shared: Callable[[], bool], torch_version: str) -> str:
     """Return the backend for --backend `name` on a `device_type` whose own backend is `default`; see choose_backend.
 
-    `is_available(name)` returns whether torch has a backend, and `takes[name]` lists the device types that it supports.
+    `is_available(name)` returns whether torch has a backend, and `takes[name]` lists the device types that it accepts.
     `shared()`, called only if gloo could help, returns whether two processes share a device. Raises UsageError for gloo
     on CUDA before torch 2.11, which could corrupt DDP's gradients (github.com/pytorch/pytorch/pull/170812).
     """
@@ -117,8 +117,8 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
     """Return whether two processes of the launch pass the same device `identity`; every process must call it.
 
-    It runs before the group exists. On several hosts, whose torchrun agents count restarts differently, it returns
-    False: if processes share a device there, pass --backend gloo.
+    The check runs before the group exists. On several hosts, whose torchrun agents count restarts differently, it
+    returns False: if processes share a device there, pass --backend gloo.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():

@@ -1,7 +1,8 @@
 """Tensors of which this process has only a shard, or nothing: gather them for a file, load a shard, fill a model.
 
-Some are DTensors: each process has a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its children). Others
-are on the meta device, without data, because another process has them (pipelines: `train_PP.py`).
+Some of these tensors are DTensors: each process has a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its
+children). Other tensors are on the meta device, without data, because another process has them (pipelines:
+`train_PP.py`).
 """
 import sys
 from collections import Counter
@@ -65,9 +66,9 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
     """Yield each block that FSDP2 shards, and whether to free its weights after the forward pass: only if `reshard`.
 
     A block with less than a tenth of the largest block's parameters, such as a stem or a classifier, stays in the
-    root's unit: small messages cost mostly latency. So do blocks that share a weight: two units would each train their
-    own copy. So do embeddings: the last layer of a tied model reads their weights, too. The last block keeps its
-    weights, because backward starts with it.
+    root's unit: small messages cost mostly latency. Blocks that share a weight also stay there: two units would each
+    train their own copy. So do embeddings, because the last layer of a tied model reads their weights, too. The last
+    block keeps its weights, because backward starts with it.
     """
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     owners = Counter(parameter for block in blocks for parameter in block.parameters())
@@ -132,7 +133,7 @@ def is_sharded(value: Any) -> "TypeGuard[DTensor]":
 def gather(content: dict[str, Any]) -> dict[str, Any]:
     """Return `content`, a nested dict, with full tensors on the CPU on rank 0, and an empty dict on other ranks.
 
-    If any tensor is sharded or on the meta device, all processes must call this. It gathers one tensor at a time: a
+    If any tensor is sharded or on the meta device, all processes must call this. Tensors are gathered one at a time: a
     device needs memory for one full tensor, and rank 0's host for all of them. Without such tensors, the result is
     `content` itself.
     """
@@ -248,7 +249,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device,
     """Move a model from the meta device to `device`, fill it with (shards of) its initial weights, and return it.
 
     Tensors that have data keep it: load_weights() has read them. With `held`, only these parts of the model move. All
-    processes must call this. It fills one tensor at a time, including buffers that a `state_dict` omits.
+    processes must call this. Tensors are filled one at a time, including buffers that a `state_dict` omits.
     """
     loaded = {name: tensor.detach() for name, tensor in named_tensors(model) if not tensor.is_meta}
     if loaded:

@@ -14,11 +14,11 @@ STOPPED = 85  # exit code of a run that a signal stopped, after it saved: a batc
 def note_signals(*names: str) -> threading.Event:
     """Make these signals set an event instead of ending the process; return that `threading.Event`.
 
-    The calling thread blocks them, so the loader workers that it starts inherit the block: see `shield_worker`.
+    The calling thread blocks these signals, so its loader workers inherit the block: see `shield_worker`.
     """
     numbers = {getattr(signal, name) for name in names if hasattr(signal, name)}  # Windows has no SIGUSR1
     for number in numbers:
-        signal.signal(number, lambda *_: noted.set())  # in case one of torch's threads receives it
+        signal.signal(number, lambda *_: noted.set())  # in case one of torch's threads receives the signal
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         threading.Thread(target=_note, args=(numbers,), daemon=True).start()
@@ -33,7 +33,7 @@ def _note(numbers: set[signal.Signals]) -> None:
 def shield_worker(worker_id: int) -> None:
     """Do what `tie_worker` does, and accept SIGTERM only from the training process.
 
-    Schedulers signal every process of a job. If a worker exited then, the epoch would fail before the run can save it.
+    Slurm can signal every process of a job. If a worker exited then, the epoch would fail before the run could save it.
     """
     tie_worker(worker_id)
     if sys.platform == "linux":

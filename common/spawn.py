@@ -26,7 +26,7 @@ def serve_store(host: str, port: int, nodes: int, node_rank: int = 0) -> tuple[d
         listener = socket.create_server(address[:2], family=family) if nodes == 1 else None
         port = listener.getsockname()[1] if listener else port
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
-                              use_libuv=sys.platform != "win32",  # torch for Windows lacks it
+                              use_libuv=sys.platform != "win32",  # torch for Windows lacks libuv
                               master_listen_fd=listener.detach() if listener else None)
         return store, store.port
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:

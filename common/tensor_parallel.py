@@ -36,8 +36,8 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
     """Return the entries of `plan` that match layers of `model`; the mesh `grid` splits them along "tensor".
 
     Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly. It
-    also rejects several groups with an old torch: their shards are strided, and torch 2.9.1 saves wrong momentum for
-    them; 2.14.1 does not.
+    also rejects several groups before torch 2.14: their shards are strided, and torch 2.9.1 saves wrong momentum for
+    them, unlike torch 2.14.1.
     """
     size, found = grid["tensor"].size(), {}
     if 1 < size < grid.size() and TorchVersion(torch.__version__) < "2.14":

@@ -111,7 +111,7 @@ def main():
             for number, (part, goals) in enumerate(parts, 1):
                 with parallel_model.no_sync() if number < len(parts) else contextlib.nullcontext():
                     part_loss = nn.functional.mse_loss(parallel_model(part.to(device)), goals.to(device))
-                    part_loss = part_loss * len(part) / len(features)  # the sum is the batch's mean
+                    part_loss = part_loss * len(part) / len(features)  # adds up to the batch's mean
                     part_loss.backward()
                 loss += part_loss.detach()
 

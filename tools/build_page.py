@@ -74,9 +74,9 @@ def read_scripts(root: Path = ROOT) -> Scripts:
 
 
 def ideas_of(block: markers.Block, tags: set[str]) -> list[str]:
-    """Return the tags of the ideas that a block of a script with these tags belongs to.
+    """Return the tags of the ideas that a block belongs to; `tags` are those of its script.
 
-    A tag can consist of two (`yolov3_DDP`). A reason can begin with others (`combined: amp + grad_accum: why`).
+    A tag can name two ideas (`yolov3_DDP`). A reason can begin with more tags (`combined: amp + grad_accum: why`).
     """
     parts = block.tag.split("_")
     own = parts if tags.issuperset(parts) else [block.tag]

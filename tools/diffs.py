@@ -72,7 +72,7 @@ def is_code(line: str) -> bool:
 
 
 def _counts(old: str | None, new: str | None, child: bool) -> bool:
-    """Return whether a row shows a change; in a child, so does a marker without a reason."""
+    """Return whether a row shows a change; in a child, a marker without a reason counts, too."""
     if child and new and new.strip():
         return True
     return any(line and not BARE.fullmatch(line) for line in (old, new))
@@ -118,7 +118,7 @@ def _pair_up(old: list[str], new: list[str], kind: Callable[[str], str] | None =
 
 
 def _worth(old: str, kind: str, new: str, other: str) -> float:
-    """Return the score for aligning two lines; code aligns with code even if they have little in common."""
+    """Return the score for aligning two lines; code aligns with code even if the lines have little in common."""
     if kind != other:
         return 0.0
     if kind == "blank":

@@ -4,9 +4,9 @@
     python -m tools.gpu_report                                    # at most 20 minutes: docs/gpus/README.md
     python -m tools.gpu_report --device cpu --only "data_parallel|bare step|train_DDP.py$"          # a short try
 
-It saves each result at once in --folder. If you start the same command again, after an interruption or when the time
-was over, it skips what is done. `--only` is a regular expression for the names of tests and measurements. This module
-is also the pytest plugin that notes the results of the tests.
+The command saves each result at once in --folder. If you start the same command again, after an interruption or when
+the time was over, it skips what is done. `--only` is a regular expression for the names of tests and measurements. This
+module is also the pytest plugin that notes the results of the tests.
 """
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def read(path: Path) -> dict[str, dict]:
     return notes
 
 
-# The plugin of pytest
+# The pytest plugin
 
-@pytest.hookimpl(trylast=True)  # after -m
+@pytest.hookimpl(trylast=True)  # after pytest's own -m
 def pytest_collection_modifyitems(items: list) -> None:
     """Note the names of all tests that match --only, and select those that are not done."""
     if NOTES not in os.environ:
@@ -90,7 +90,7 @@ def pytest_runtest_logfinish() -> None:
 # What is measured
 
 class Measurement(NamedTuple):
-    table: str  # of the report
+    table: str  # the table of the report
     what: str
     command: list[str]
     settings: dict[str, str] = {}
@@ -179,7 +179,7 @@ def run_tests(notes: Path, device: str | None, only: str, until: float) -> None:
 # The report
 
 def machine(device: str | None) -> dict[str, Any]:
-    """Return hardware, versions and the commit. It opens the GPUs, which the report's own process must not do."""
+    """Return hardware, versions and the commit. This opens the GPUs, which the report's own process must not do."""
     import torch
 
     gpus = [] if device == "cpu" else list(range(torch.cuda.device_count()))

@@ -7,10 +7,10 @@ The programs need no changes. This folder needs only torch, so you can copy it a
 Exit code 1: different models; the output names the first step and parameter that differ, and the likely cause. Exit
 code 2: the runs are not comparable, or the usage is wrong.
 
-A hook runs in every Python process that imports torch (`recording.py`). It makes float64 the default type, and replaces
-float32 by float64 in batches and casts. Within optimizer steps, it also replaces casts to 16 bits. So two correct
-programs differ by about 1e-15, and autocast and loss scaling do not round. At each optimizer step, the hook on each
-rank records the learning rates, and digests of all parameters, gradients, buffers and samples. The samples are the
+A hook runs in every Python process that imports torch (`recording.py`). The hook makes float64 the default type, and
+replaces float32 by float64 in batches and casts. Within optimizer steps, it also replaces casts to 16 bits. So two
+correct programs differ by about 1e-15, and autocast and loss scaling do not round. At each optimizer step, the hook on
+each rank records the learning rates, and digests of all parameters, gradients, buffers and samples. The samples are the
 batches of the DataLoader. In a program without a DataLoader, they are the inputs of the outermost module.
 
 The models differ if the relative difference at a step exceeds both 1e-9 and 1000 times the greatest earlier difference,
@@ -30,8 +30,8 @@ different order; all parameters change and stay finite.
 The commands must start from scratch with fixed seeds, and neither may read what the other one writes. No rank may
 restart. The hook does not see steps in a CUDA graph, optimizers that do not derive from torch.optim.Optimizer, or
 Python with `-E`, `-I` or `-S`. The hook gathers DTensors. `verify` uses the initial weights to match pipeline stages,
-and parts of tensors, with the whole tensors of the other command. It cannot match the flat parameters of FSDP1. The
-cause that it names is an informed guess.
+and parts of tensors, with the whole tensors of the other command. `verify` cannot match the flat parameters of FSDP1.
+The cause that it names is an informed guess.
 """
 from .comparing import compare
 from .recording import Recorder

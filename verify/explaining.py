@@ -62,7 +62,7 @@ class Difference:
         self.split = (len(self.left), self.left[0]["batches"]) != (len(self.right), self.right[0]["batches"])
         one, two = [sum(state["loss"] for state in states) for states in (self.left, self.right)]
         means = [one / len(self.left), two / len(self.right)]
-        self.losses = next((pair for pair in ([one, means[1]], [means[0], two])  # ranks have parts of one sum
+        self.losses = next((pair for pair in ([one, means[1]], [means[0], two])  # ranks may have parts of one sum
                             if math.isclose(*pair)), means)
         self.flags = {flag for state in self.left + self.right for flag in state["flags"]}
 
@@ -388,7 +388,7 @@ def first_module(a, b, step):
     for name in shared:
         pairs = [(ours[name], theirs[name]), (alone[0][name], alone[1].get(name, [])),
                  (ours[name], alone[1].get(name, []))]
-        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # other sizes: padded differently
+        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # other sizes were padded differently
         if pairs and not any(equal(*pair) for pair in pairs):
             return name[0]
     return "" if shared else None

@@ -1,7 +1,7 @@
-"""The recorder, which runs inside the programs that are compared. It needs only torch.
+"""The recorder, which runs inside the programs that are compared. The recorder needs only torch.
 
-It writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader of
-training data has delivered its last batch), "end" (the program has ended) or "failed". A step has one row for each
+The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
+of training data has delivered its last batch), "end" (the program has ended) or "failed". A step has one row for each
 parameter: name, shape, initial digest, learning rate, and digests of its gradient and its new value. `held` lists the
 tensors that no optimizer changes: buffers, and averages of the weights. A digest is the norm of a tensor and two
 projections of it.
@@ -17,7 +17,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of a digest's plane wave, one for each axis of a tensor
+FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, along each axis
 
 
 class Part(NamedTuple):
@@ -85,7 +85,7 @@ class Recorder:
         self.held, self.parameters, self.replicas = [], [], False
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.clear()
-        self.drawn = None  # the program has yet to create its model
+        self.drawn = None  # the program has not created its model yet
 
     def clear(self):
         self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
@@ -214,7 +214,7 @@ class Recorder:
         self.flags |= {"random"} if self.drawn and self.drawn != self.draws() else set()
         grads = [item.grad for item in self.parameters if item.grad is not None]
         if self.samples and self.parameters and not any(grad.any() for grad in grads):
-            self.flags.add("reset")  # this is a later micro-batch
+            self.flags.add("reset")  # gradients were set to zero before a later micro-batch
         self.begin()
         for iterator, batches in self.pending.items():
             self.trained.add(id(iterator._dataset))
@@ -246,8 +246,8 @@ class Recorder:
             leaves = torch.utils._pytree.tree_leaves((args, more))
             tensors = [value for value in leaves if type(value) is torch.Tensor and value.ndim > 0 and not value.is_meta
                        and value.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)]
-            trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss module has none
-            if trains and not any(tensor.requires_grad for tensor in tensors):  # not another module's output
+            trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss has no parameters
+            if trains and not any(tensor.requires_grad for tensor in tensors):  # not outputs of another module
                 self.drawn = self.drawn if self.inputs else self.draws()
                 self.inputs.append(tensors)
         if module.training and any(word in type(module).__name__ for word in self.resting):
@@ -299,7 +299,7 @@ class Recorder:
                      float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
 
     def begin(self):
-        """Record that this rank has begun a step: if it never ends, another rank has left the loop."""
+        """Record that this rank has begun a step: if the step never ends, another rank has left the loop."""
         if not self.begun:
             self.begun = True
             self.write("begin")
@@ -319,7 +319,7 @@ class Recorder:
         try:
             batch = torch.utils._pytree.tree_map(visit, function(iterator))
         except StopIteration:
-            self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # no backward pass followed
+            self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # batches with no backward pass
             if id(iterator._dataset) in self.trained and self.torch.is_grad_enabled():
                 sampler = getattr(iterator, "_index_sampler", None)
                 for name in ("batch_sampler", "sampler"):  # accelerate wraps the sampler in another one
@@ -364,7 +364,7 @@ class Recorder:
             return  # GradScaler found infinite gradients: the fused kernel skips this step
         self.outer = optimizer
         trained = [(item, group) for group in optimizer.param_groups for item in group["params"]
-                   if item.requires_grad and not item.is_meta]  # meta: in another process
+                   if item.requires_grad and not item.is_meta]  # meta: the data is in another process
         self.parameters = [item for item, _ in trained]
         self.optimized |= {id(item) for item in self.parameters}
         self.rates = [[float(group.get("lr") or 0)] for _, group in trained]

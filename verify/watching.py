@@ -47,7 +47,7 @@ def replicas(run, limits):
         return "start", f"the ranks start with different weights, such as {name}", 1
     split = {number for number, kept in enumerate(map(min, together, telling)) if not kept and not all(together)}
     for step in range(run.length):
-        if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):  # the same bits on all
+        if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):  # ranks have equal bits
             cause, evidence, step, name, difference = found
             return cause, f"{evidence}; {name} differs by {difference:.1e}", step + 1
     return None

@@ -15,7 +15,7 @@ def prepare(args):
     # without an accelerator and without cpu=True, each process would silently train a separate model
     accelerator = Accelerator(cpu=args.device == "cpu" or not torch.accelerator.is_available())
     atexit.register(accelerator.end_training)
-    torch.set_num_threads(launch.cores_per_process())  # after Accelerator(), which changes it
+    torch.set_num_threads(launch.cores_per_process())  # after Accelerator(), which changes this number
     prepared = accelerator.prepare(*loops.load_usual(args, accelerator.num_processes))
     return *loops.quick_start(*prepared, accelerator.backward), accelerator.is_main_process
 

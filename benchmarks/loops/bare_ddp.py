@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 -m benchmarks.loops.bare_ddp --dataset digits --model cnn --batch-size 64 --epochs 5
     torchrun --nproc-per-node=2 -m benchmarks.loops.bare_ddp --dataset scenes --model tiny --batch-size 16
 
-It does not read, log or evaluate; of the detector, each process knows the total number of boxes in advance. With
---alone there is no all-reduce either: each process trains independently.
+This loop does not read data, log or evaluate. For the detector, each process knows the total number of boxes in
+advance. With --alone there is no all-reduce either: each process trains independently.
 """
 import torch
 import torch.distributed as dist

@@ -4,7 +4,7 @@
     python -m benchmarks.scaling --render                          # writes the tables again, from the same inputs
     python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of your own model
 
-It writes benchmarks/results/scaling.json and the marked parts of docs/scaling.md.
+The command writes benchmarks/results/scaling.json and the marked parts of docs/scaling.md.
 """
 import json
 
@@ -17,8 +17,8 @@ from common import cli, endings
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--render", action="store_true", help="use the inputs in scaling.json; measure nothing")
-    parser.add_argument("--parameters", type=cli.positive, help="of your model; with --step: print its efficiency")
-    parser.add_argument("--step", type=cli.positive, help="seconds of its step on one GPU")
+    parser.add_argument("--parameters", type=cli.positive, help="of your model; with --step, print its efficiency")
+    parser.add_argument("--step", type=cli.positive, help="seconds of your model's step on one GPU")
     args = parser.parse_args()
     if (args.parameters is None) != (args.step is None):
         parser.error("--parameters and --step go together")

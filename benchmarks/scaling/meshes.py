@@ -65,7 +65,7 @@ def memory(model: dict, plan: Plan) -> float:
 def step_time(model: dict, plan: Plan, link: dict) -> float:
     """Return the seconds of one optimizer step."""
     tokens, micro_batches, layers, own = plan.share(model)
-    size = 2 * tokens * model["width"]  # of the activations between two layers
+    size = 2 * tokens * model["width"]  # bytes of the activations between two layers
     sums = [layers * count * ring(plan.tensor, size, **NVLINK) for count in SUMS]
     forward = 2 * own * tokens / FLOPS + sums[0]
     backward = 4 * own * tokens / FLOPS + sums[1] + (forward if plan.recompute else 0)
@@ -74,7 +74,7 @@ def step_time(model: dict, plan: Plan, link: dict) -> float:
     if plan.stages == 1:  # each micro-batch gathers and scatters
         return micro_batches * (sharded_pass(layers, forward, gather)
                                 + sharded_pass(layers, backward, gather, scatter))
-    apart = plan.data * plan.tensor  # neighbouring stages are so many GPUs apart: those of one host send together
+    apart = plan.data * plan.tensor  # GPUs between neighboring stages; stages of one host send at the same time
     one_host = apart * plan.stages <= NODE
     send = (size / NVLINK["bandwidth"] + NVLINK["latency"] if one_host
             else min(NODE, apart) * size / link["bandwidth"] + link["latency"])

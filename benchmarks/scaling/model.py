@@ -10,7 +10,7 @@ LINKS = {  # bytes/s into and out of one host, and seconds per hop; docs/scaling
     "100 Gb/s a host": {"bandwidth": 100e9 / 8, "latency": 14e-6},
     "400 Gb/s a GPU": {"bandwidth": NODE * 400e9 / 8, "latency": 14e-6}}
 NVLINK = {"bandwidth": 450e9, "latency": 3.4e-6}  # bytes/s in each direction between the GPUs of one host
-TCP_LATENCY = 50e-6  # of gloo, at any bandwidth
+TCP_LATENCY = 50e-6  # gloo's latency, at any bandwidth
 BACKWARD = 2 / 3  # fraction of a step
 REMEDIES = {"plain": {}, "accumulate": {"micro_batches": 4}, "bf16": {"compress": 2},
             "both": {"micro_batches": 4, "compress": 2}}
@@ -30,8 +30,8 @@ def all_reduce(processes: int, size: float, link: dict, on_gpus=True, trees=True
     """Return the seconds of an all-reduce of `size` bytes: one ring on CPUs; on GPUs, within hosts, then across.
 
     Across hosts, each GPU sends 1 / NODE of the bytes at the same time: together `size` bytes, over the host's share
-    of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring. With `groups`, as many
-    groups of `processes` share each host, and reduce `size` bytes each at the same time.
+    of the link. NCCL uses a tree if that is faster than the ring; gloo has only the ring. With `groups`,
+    that many groups of `processes` processes share each host, and each reduces `size` bytes at the same time.
     """
     if not on_gpus:
         return ring(processes, size, link["bandwidth"], TCP_LATENCY)
@@ -51,14 +51,14 @@ def bucket_time(model: dict, processes: int, link: dict, compress=1, trees=True)
 def step_time(model: dict, processes: int, link: dict, micro_batches=1, **options) -> float:
     """Return the seconds of one optimizer step of a model under DDP.
 
-    Buckets fill evenly during the backward pass, and are sent one after the other while it continues. The last one is
-    full when the pass ends, so nothing hides its all-reduce.
+    Buckets fill evenly during the backward pass, and DDP sends one after another while that pass continues. The last
+    one is full when the pass ends, so nothing hides its all-reduce.
     """
     seconds = model["step_seconds"]
     if processes == 1:
         return micro_batches * seconds
     buckets, one = bucket_time(model, processes, link, **options)
-    computed = BACKWARD * seconds / buckets  # of the backward pass, per bucket
+    computed = BACKWARD * seconds / buckets  # seconds of the backward pass per bucket
     last = (1 - BACKWARD) * seconds + computed + (buckets - 1) * max(computed, one) + one
     return (micro_batches - 1) * seconds + last
 
@@ -74,7 +74,7 @@ def sharded_pass(units: int, seconds: float, gather: float, scatter=0.0) -> floa
 def sharded_step_time(model: dict, processes: int, link: dict) -> float:
     """Return the seconds of one step under FSDP2: a gather in forward, a gather and a scatter in backward.
 
-    Each takes half the time of a ring all-reduce: NCCL has no tree for them across multi-GPU hosts.
+    Each of these takes half the time of a ring all-reduce: NCCL has no tree for them across multi-GPU hosts.
     """
     seconds, units = model["step_seconds"], model["units"]
     half = all_reduce(processes, 4 * model["parameters"] / units, link, trees=False) / 2

@@ -290,7 +290,8 @@ def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the batch at a random size, a multiple of 32 that changes every 10 steps and is equal on all processes.
 
-    For size 416, YOLO9000 (arXiv:1612.08242, section 2) draws a size from 320 to 608. Other sizes use the same ratios.
+    For size 416, YOLO9000 (arXiv:1612.08242, section 2) draws a size from 320 to 608. For other sizes, this range is
+    scaled.
     """
     low, high = (max(1, round(images.shape[-1] * side / 416 / 32)) for side in (320, 608))
     size = 32 * random.Random(mix(seed, epoch, step // 10)).randint(low, high)
@@ -314,13 +315,14 @@ def save_preview(path: str | Path, dataset: Any) -> None:
 def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Tensor]) -> None:
     """Write the first 16 images of a dataset to a PNG, with true boxes in green and the detections of `find` in red.
 
-    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). Those with scores below 0.3 are not drawn.
+    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7), of which those with scores below 0.3 are not
+    drawn.
     """
     images, labels = dataset.__getitems__(range(min(16, len(dataset))))
     found = find(images).cpu()
     found = found[found[:, 5] >= 0.3][:, [0, 6, 1, 2, 3, 4, 5]]
     rows = torch.cat([F.pad(labels, (0, 1), value=-1), found])  # a score of -1 marks a true box
-    images, rows = resize(images, rows, max(320, images.shape[-1]))  # large enough for the text
+    images, rows = resize(images, rows, max(320, images.shape[-1]))  # enlarge small images: the text needs room
     names, pictures = [*dataset.classes, *(f"ignored {name}" for name in reversed(dataset.classes))], []
     for place, image in enumerate(images):
         own = rows[rows[:, 0] == place]

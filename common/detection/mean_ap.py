@@ -1,4 +1,4 @@
-"""Mean average precision by COCO's definition. It is not a mean over images or processes.
+"""Mean average precision by COCO's definition, which is not a mean over images or processes.
 
 `match` compares the detections of some images with their true boxes. `average_precision` takes the results for all
 images, from all processes.
@@ -18,19 +18,20 @@ def match(detections: Tensor, labels: Tensor) -> Tensor:
     """Match `detections` (D, 7) with true boxes; return a row for each, `float32` (D, 3): class, score, result.
 
     `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, the detections take
-    their boxes in order of descending score. Each takes the free box of its class with the highest IoU, if that reaches
-    the threshold. Bit t of the result is set if the detection is correct at threshold t. Bit 10 + t is set if it does
-    not count there: it took no box, and at least that fraction of its area lies in a region to ignore. Several
-    detections can lie in the same region. Rows that count at no threshold are omitted. These are the rules of COCOeval
-    in pycocotools. VOC's rule for difficult boxes differs: it uses the IoU instead.
+    their boxes in order of descending score. Each detection takes the free box of its class with the highest IoU, if
+    this IoU reaches the threshold. Bit t of the result is set if the detection is correct at threshold t. Bit 10 + t is
+    set if the detection is ignored at threshold t: it took no box, and the fraction of its area inside a region to
+    ignore reaches the threshold. Several detections can lie in the same region. Rows that count at no threshold are
+    omitted. These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes compares the IoU, not this
+    fraction.
     """
     found, true = (part.detach().cpu().double().numpy() for part in (detections, labels))
-    found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # the same order for any input order
+    found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # in any order of the input
     true = true[np.argsort(true[:, 0], kind="stable")]
     results = np.zeros((len(found), 20), bool)
     for place in np.unique(found[:, 0]):
         rows, boxes = (slice(*part[:, 0].searchsorted((place, place + 1))) for part in (found, true))
-        _match_image(found[rows], true[boxes][::-1], results[rows])  # among equal IoUs, COCO takes the last
+        _match_image(found[rows], true[boxes][::-1], results[rows])  # among equal IoUs, COCO takes the last box
     table = np.stack([found[:, 6], found[:, 5], results @ BITS], 1)[~results[:, 10:].all(1)]
     return torch.from_numpy(table).to(detections.device, torch.float32)
 
@@ -71,6 +72,6 @@ def _precision(results: np.ndarray, count: int) -> np.ndarray:
     """Return the average precision, shape (10,), of a class with `count` boxes at each threshold."""
     right, ignored = np.split((results[:, None] & BITS) > 0, 2, axis=1)
     hits, misses = right.cumsum(0), (~right & ~ignored).cumsum(0)
-    precision = np.maximum.accumulate((hits / np.maximum(hits + misses, 1))[::-1])[::-1]  # best at this recall or above
+    precision = np.maximum.accumulate((hits / np.maximum(hits + misses, 1))[::-1])[::-1]  # the best from this recall on
     precision = np.append(precision, np.zeros((1, 10)), 0)  # 0 for recalls that are not reached
     return np.array([precision[np.searchsorted(hits[:, t] / count, RECALLS), t].mean() for t in range(10)])

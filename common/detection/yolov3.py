@@ -149,9 +149,9 @@ def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
 def loss(outputs: Outputs, labels: Tensor) -> Tensor:
     """Return the SUM of the loss over the boxes of a batch; `labels` has the shape (M, 6), where M may be 0.
 
-    It has three terms: one for each box, one for each class of each box (a box may have several classes), and one for
-    the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with a
-    box or an ignored region of its image. This differs from section 2.1 in three ways. The IoU is that of the
+    The loss has three terms: one for each box, one for each class of each box (a box may have several classes), and one
+    for the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with
+    a box or an ignored region of its image. The loss differs from section 2.1 in three ways. The IoU is that of the
     prediction, as in the authors' program, not that of its anchor. The box term is the complete IoU loss (Zheng et al.
     2019, arXiv:1911.08287) instead of squared errors. The terms have weights.
     """
@@ -162,9 +162,9 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
     for part in labels.split(max(1, MOST_IOUS // len(places))):
         image = part[:, 0].long()
         iou = box_iou(part[:, None, 2:], found[image])[:, 0]
-        overlaps.index_add_(0, image, (iou > 0.5).to(overlaps.dtype))  # small integers: exact in any order
+        overlaps.index_add_(0, image, (iou > 0.5).to(overlaps.dtype))  # small integers add up exactly in any order
     image, classes, boxes = labels[:, 0].long(), labels[:, 1].long(), labels[:, 2:]
-    real = (classes >= 0).to(labels.dtype)  # a weight: selecting rows would make the CPU wait for the GPU
+    real = (classes >= 0).to(labels.dtype)  # use a weight: selecting rows would make the CPU wait for the GPU
     place = _assign(boxes, outputs[1], outputs[0][0].shape[1] * STRIDES[0])
     positive = torch.zeros_like(overlaps).index_put_((image, place), real, accumulate=True).clamp(max=1)
     counted = torch.where(overlaps > 0, positive, 1)
@@ -179,8 +179,9 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
 def detect(outputs: Outputs, threshold: float = 0.01, most: int = 100) -> Tensor:
     """Return the detections (D, 7): image's index in the batch, x1, y1, x2, y2 in pixels, score, class.
 
-    They are sorted by image, then by descending score: at most `most` per image, with scores (objectness times class
-    probability) above `threshold`. A place detects only its best class; the authors' program can report several.
+    The detections are sorted by image, then by descending score: at most `most` per image, with scores (objectness
+    times class probability) above `threshold`. A place detects only its best class; the authors' program can report
+    several.
     """
     predictions, places = _flatten(outputs)
     best, classes = predictions[..., 5:].max(2)
@@ -205,7 +206,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
             raise UsageError("the authors' format has no GroupNorm: use --model tiny-bn or yolov3")
         if isinstance(layer, nn.Conv2d):
             tensors += [layer.weight] if layer.bias is None else [layer.bias, layer.weight]
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # its tensors precede its convolution's weight
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # BatchNorm's tensors precede the convolution's weight
             tensors += [layer.bias, layer.weight, *list(layer.buffers())[:2], tensors.pop()]
     return tensors
 
@@ -217,7 +218,7 @@ def load_weights(model: YOLOv3, path: str) -> None:
     to a second file, which is read here. Raises UsageError if the file's size does not fit the model.
     """
     try:
-        header = np.fromfile(path, "<i4", 5)  # version; images seen, in 64 bits
+        header = np.fromfile(path, "<i4", 5)  # the version, then the number of images seen, in 64 bits
     except OSError as error:
         raise UsageError(f"--weights {path}: {reason(error)}") from None
     if len(header) < 5 or header[:3].min() < 0 or header[:3].max() > 999:  # torch's files start with letters

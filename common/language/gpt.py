@@ -1,4 +1,4 @@
-"""A language model with Llama's architecture and names, so that its weights fit those that others publish."""
+"""A language model with Llama's architecture and names, so that published weights fit it."""
 import math
 import re
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """All layers but the last: tokens `int64` (N, T) to (N, T, width)."""
+    """All layers except the last: tokens `int64` (N, T) to (N, T, width)."""
 
     def __init__(self, size: Size, vocabulary: int) -> None:
         super().__init__()

@@ -21,12 +21,12 @@ BYTES, GPT2 = 256, 50257  # the sizes of the vocabularies
 class Windows:
     """Windows of `length` tokens: inputs `int64` (N, length) and labels, which are the next tokens (N, length).
 
-    With a `seed`, each epoch draws `count` windows at random positions, which depend on (seed, epoch) alone. Without
-    one, the windows are the same in each epoch, do not overlap, and lie at equal distances. Raises ProcessError, naming
-    the file, if a token is not in the vocabulary.
+    With a `seed`, each epoch draws `count` windows at random positions, which depend on (seed, epoch) alone. Without a
+    seed, the windows are the same in each epoch, do not overlap, and lie at equal distances. Raises ProcessError,
+    naming the file, if a token is not in the vocabulary.
     """
 
-    most_workers = 0  # a window is a slice of an array
+    most_workers = 0  # no workers needed: a window is a slice of an array
 
     def __init__(self, name: str, tokens: np.ndarray, vocabulary: int, length: int, count: int,
                  seed: int | None = None) -> None:

@@ -75,8 +75,9 @@ class Cut(NamedTuple):
 class Cuts:
     """Chooses how to resize, crop and flip each pair, with the same values for both images.
 
-    With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Otherwise, it crops
-    the center. The shorter side becomes `resize` pixels (0: unchanged); the other keeps the aspect ratio, rounded down.
+    With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Without `train`, it
+    crops the center. The shorter side becomes `resize` pixels (0: unchanged); the other keeps the aspect ratio, rounded
+    down.
     """
 
     def __init__(self, resize: int, crop: int, seed: int, train: bool) -> None:
@@ -98,7 +99,7 @@ class Cuts:
         rooms = height - self.crop, width - self.crop
         if not self.train:
             return Cut((height, width), round(rooms[0] / 2), round(rooms[1] / 2), False, False)
-        draw = random.Random(f"{self.seed} {epoch} {index}").random  # as in mix(), without a second generator
+        draw = random.Random(f"{self.seed} {epoch} {index}").random  # seeded like mix(), with one generator
         places = draw(), draw()
         top, left = (int(place * (room + 1)) for place, room in zip(places, rooms, strict=True))  # 0 to room
         return Cut((height, width), top, left, draw() < 0.5, draw() < 0.5)
@@ -151,8 +152,8 @@ def whole_batches(skip: int, local_batch_size: int) -> int:
 def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
     """Return the bytes of an image for DALI to decode, `uint8` (size,), and its upright (height, width).
 
-    They are the file itself or a bitmap of its pixels (PPM): DALI 2.4 rejects GIF and WebP with EXIF, and a GPU decoder
-    may read CMYK and damaged EXIF differently. Raises ProcessError, naming the file, as `decode` does.
+    The bytes are the file itself or a bitmap of its pixels (PPM): DALI 2.4 rejects GIF and WebP with EXIF, and a GPU
+    decoder may read CMYK and damaged EXIF differently. Raises ProcessError, naming the file, as `decode` does.
     """
     content, image = read(path)
     if turn := orientation(content, image):
@@ -177,8 +178,8 @@ def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) 
 def make_samples(folder: str | Path) -> None:
     """Create a small set of pairs in `folder` unless it exists: synthetic scenes, sharp and with motion blur.
 
-    It has 29 training and 7 test pairs, landscape, portrait and square, 320 to 480 pixels wide. One process creates
-    the set while the others wait; `folder` appears when it is complete.
+    The set has 29 training and 7 test pairs, landscape, portrait and square, 320 to 480 pixels wide. One process
+    creates the set while the others wait; `folder` appears when it is complete.
     """
     folder = Path(folder)
     try:
@@ -223,7 +224,7 @@ def motion_blur(image: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     reach, (height, width) = length // 2, image.shape[1:]
     padded = F.pad(image, (reach,) * 4, mode="replicate")
     blurred = torch.zeros_like(image)
-    for step in range(-reach, reach + 1):  # on a CPU, ten times as fast as a convolution
+    for step in range(-reach, reach + 1):  # on a CPU, this loop is ten times as fast as a convolution
         top, left = round(reach + step * math.sin(angle)), round(reach + step * math.cos(angle))
         blurred += padded[:, top:top + height, left:left + width]
     return blurred / length

@@ -121,7 +121,7 @@ def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str,
         with library.TarWriter(str(path), encoder=False, mtime=0, format="PAX_FORMAT") as writer:
             for number in numbers:
                 files = [Path(file) for file in pair_list[number]]
-                key = f"{number:08}-{files[0].stem.replace('.', '_')}"  # the key ends at the first dot
+                key = f"{number:08}-{files[0].stem.replace('.', '_')}"  # in WebDataset, the key ends at the first dot
                 sides = {f"{side}{file.suffix}": file.read_bytes() for side, file in zip(("img", "gt"), files)}
                 writer.write({"__key__": key, **sides})
         listed.append({"url": path.name, "nsamples": len(numbers), "filesize": path.stat().st_size})
