@@ -44,6 +44,8 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
         raise UsageError(f"--tensor-parallel {size}: several groups need torch 2.14 or newer; this is "
                          f"{torch.__version__}, which could save the momentum in the wrong order")
     for name, module in model.named_modules():
+        if hasattr(module, "experts") and not any(fnmatch(f"{name}.experts", pattern) for pattern in plan):
+            raise UsageError(f"--model: {name} is a mixture of experts, which train_lm_EP.py can split")
         heads = getattr(module, "heads", 0)
         if isinstance(heads, int) and heads % size:
             raise UsageError(f"--tensor-parallel {size}: does not divide the {heads} heads of {name}")
@@ -73,6 +75,8 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
     for value in filter(shards.is_sharded, [*model.parameters(), *values]):
         if value.is_meta:  # another stage's
             continue
+        if value.device_mesh.size() == dist.get_world_size() and all(place.is_shard() for place in value.placements):
+            continue  # each process has another part
         places = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements))
         if name not in places or places[name].is_replicate():
             dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)
@@ -81,7 +85,7 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
 def require_multiple(option: str, value: int, size: int) -> None:
     """Raise UsageError, naming the `option`, unless its `value` is a multiple of the `size` of a group."""
     if value % size:
-        raise UsageError(f"{option} {value}: not a multiple of {size}, the parts of a sequence on the processes")
+        raise UsageError(f"{option} {value}: not a multiple of the {size} processes that divide it")
 
 
 def whole(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[DTensor, Tensor], Tensor]:

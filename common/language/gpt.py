@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from .experts import Mixture
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -21,10 +23,12 @@ class Size(NamedTuple):
     hidden: int  # width of the feed-forward layer
     tied: bool = True  # one weight serves as the embedding and as the last layer
     base: float = 10000.0  # the base of the rotary positions' frequencies
+    experts: int = 0  # feed-forward layers to choose from, each of width `hidden`; 0: one, for all tokens
+    active: int = 2  # experts per token
 
 
 SIZES = {"gpt_tiny": Size(128, 4, 4, 2, 448), "gpt_124m": Size(768, 12, 12, 12, 2048),
-         "gpt_1b": Size(2048, 16, 32, 8, 8192, base=500000.0)}
+         "gpt_1b": Size(2048, 16, 32, 8, 8192, base=500000.0), "moe_tiny": Size(128, 4, 4, 2, 224, experts=8)}
 
 
 class Attention(nn.Module):
@@ -64,7 +68,9 @@ class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(size.width, 1e-5) for _ in range(2))
-        self.self_attn, self.mlp = Attention(size), FeedForward(size)
+        self.self_attn = Attention(size)
+        mixture = size.width, size.hidden, size.experts, size.active
+        self.mlp: nn.Module = Mixture(*mixture) if size.experts else FeedForward(size)
 
     def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), turns=turns, mask=mask, attend=attend)
@@ -113,7 +119,7 @@ class GPT(nn.Module):
         self.logits, self.positions, self.attend = Logits(), None, attend
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                adds = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers if adds else 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
