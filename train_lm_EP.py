@@ -57,7 +57,7 @@ METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.
 COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
-PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, parallel.SequenceParallel())
+PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, tensor_parallel.SequenceParallel())
 PLAN |= dict.fromkeys(ROWS, RowwiseParallel(output_layouts=Shard(1)))
 PLAN["model.layers.*.self_attn"] = PLAN["model.layers.*.mlp"] = parallel.PrepareModuleInput(
     input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -67,7 +67,7 @@ PLAN["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_l
 PLAN["lm_head"] = ColwiseParallel()
 
 # new # lm_EP: a mixture of experts works on the part of each sequence that a process has
-MIXTURES = {"model.layers.*.mlp.gate": parallel.SequenceParallel()}
+MIXTURES = {"model.layers.*.mlp.gate": tensor_parallel.SequenceParallel()}
 MIXTURES["model.layers.*.mlp"] = parallel.PrepareModuleInput(
     input_layouts=Shard(1), desired_input_layouts=Shard(1))
 MIXTURES["model.layers.*.mlp.experts"] = parallel.PrepareModuleInput(

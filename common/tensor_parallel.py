@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.torch_version import TorchVersion
 
@@ -20,6 +20,17 @@ SPLIT = "only linear layers and embeddings can be split, not convolutions: train
 
 # Several column-split layers inside a module share its input: backward sums their gradients, then reduces the sum once
 ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+
+
+class SequenceParallel(parallel.SequenceParallel):
+    """torch's style, but frozen weights stay frozen: torch 2.14 replaces each by a new parameter, which is trained."""
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        module = super()._apply(module, device_mesh)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        return module
 
 
 def grid(size: int | None, device: torch.device) -> dict[str, Any]:

@@ -45,6 +45,14 @@ def test_a_plan_without_experts_names_the_script_that_has_one(grid):
         tensor_parallel.check_plan(model, train_lm_TP.PLAN, grid)
 
 
+def test_a_frozen_layer_that_divides_the_tokens_stays_frozen(grid):
+    model = gpt.GPT(gpt.SIZES["gpt_tiny"], 256)
+    models.freeze_layers(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, train_lm_TP.PLAN, grid))
+    assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 @pytest.mark.parametrize("plan", [{"down.linear": ColwiseParallel()}, {"down.conv": ColwiseParallel()}])
 def test_that_convolutions_cannot_be_split_is_said(grid, plan):
     """torch would raise NotImplementedError."""
