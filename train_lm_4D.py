@@ -67,7 +67,7 @@ METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.
 COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
-PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, parallel.SequenceParallel())
+PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, tensor_parallel.SequenceParallel())
 PLAN |= dict.fromkeys(ROWS, RowwiseParallel(output_layouts=Shard(1)))
 PLAN["model.layers.*.self_attn"] = PLAN["model.layers.*.mlp"] = parallel.PrepareModuleInput(
     input_layouts=Shard(1), desired_input_layouts=Replicate())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.torch_version import TorchVersion
 
@@ -20,6 +20,17 @@ SPLIT = "only linear layers and embeddings can be split, not convolutions: train
 
 # Several column-split layers inside a module share its input: backward sums their gradients, then reduces the sum once
 ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+
+
+class SequenceParallel(parallel.SequenceParallel):
+    """torch's style, but frozen weights stay frozen: torch 2.14 replaces each by a new parameter, which is trained."""
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        module = super()._apply(module, device_mesh)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        return module
 
 
 def grid(size: int | None, device: torch.device) -> dict[str, Any]:
@@ -44,6 +55,8 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
         raise UsageError(f"--tensor-parallel {size}: several groups need torch 2.14 or newer; this is "
                          f"{torch.__version__}, which could save the momentum in the wrong order")
     for name, module in model.named_modules():
+        if hasattr(module, "experts") and not any(fnmatch(f"{name}.experts", pattern) for pattern in plan):
+            raise UsageError(f"--model: {name} is a mixture of experts, which train_lm_EP.py can split")
         heads = getattr(module, "heads", 0)
         if isinstance(heads, int) and heads % size:
             raise UsageError(f"--tensor-parallel {size}: does not divide the {heads} heads of {name}")
@@ -73,6 +86,8 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
     for value in filter(shards.is_sharded, [*model.parameters(), *values]):
         if value.is_meta:  # another stage's
             continue
+        if value.device_mesh.size() == dist.get_world_size() and all(place.is_shard() for place in value.placements):
+            continue  # each process has another part
         places = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements))
         if name not in places or places[name].is_replicate():
             dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)
@@ -81,7 +96,7 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
 def require_multiple(option: str, value: int, size: int) -> None:
     """Raise UsageError, naming the `option`, unless its `value` is a multiple of the `size` of a group."""
     if value % size:
-        raise UsageError(f"{option} {value}: not a multiple of {size}, the parts of a sequence on the processes")
+        raise UsageError(f"{option} {value}: not a multiple of the {size} processes that divide it")
 
 
 def whole(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[DTensor, Tensor], Tensor]:

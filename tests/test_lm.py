@@ -8,12 +8,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.errors import ProcessError, UsageError
-from common.language import gpt, text
+from common.language import experts, gpt, text
 
 # 13 windows for validation: no number of processes divides them
 OPTIONS = ["--epochs", "2", "--batch-size", "24", "--windows", "104", "--length", "32", "--seed", "3", "--save-every",
            "1", "--warmup-steps", "3", "--document-mask"]
-CLIP, SILENT = ["--clip-norm", "0.5"], ["--sample", ""]
+CLIP, SILENT, EXPERTS = ["--clip-norm", "0.5"], ["--sample", ""], ["--model", "moe_tiny", "--sample", ""]
 STARTS = {
     "one": ("train_lm.py", 1), "one, clipped": ("train_lm_TP.py", 1, *CLIP, *SILENT),
     "two": ("train_lm_DDP.py", 2, *SILENT), "three": ("train_lm_DDP.py", 3, *SILENT),
@@ -27,8 +27,11 @@ STARTS = {
     "pipeline 2, tensor 2": ("train_lm_4D.py", 4, "--tensor-parallel", "2"),
     "pipeline 4, tensor 2": ("train_lm_4D.py", 8, "--pipeline-parallel", "4", "--tensor-parallel", "2"),
     "three of four": ("train_lm_4D.py", 8, "--tensor-parallel", "2"),
-    "four": ("train_lm_4D.py", 16, "--tensor-parallel", "2", "--context-parallel", "2")}
-DAILY = ["two", "tensor 2", "context 2", "pipeline 2, clipped"]
+    "four": ("train_lm_4D.py", 16, "--tensor-parallel", "2", "--context-parallel", "2"),
+    "one, experts": ("train_lm.py", 1, *EXPERTS), "experts copied": ("train_lm_DDP.py", 2, *EXPERTS),
+    "experts of 1 group": ("train_lm_EP.py", 2, *EXPERTS), "experts of 2 groups": ("train_lm_EP.py", 4, *EXPERTS),
+    "experts of 8 groups": ("train_lm_EP.py", 8, "--tensor-parallel", "1", *EXPERTS)}
+DAILY = ["two", "tensor 2", "context 2", "pipeline 2, clipped", "experts of 2 groups"]
 OTHERS = [name for name in STARTS if name not in DAILY and not name.startswith("one")]
 
 
@@ -45,7 +48,8 @@ def trained(once):
 
 @pytest.mark.parametrize("name", [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_trains_the_model_of_one_process(trained, name):
-    one, said = trained("one, clipped" if "--clip-norm" in STARTS[name] else "one")
+    kind = ", clipped" if "--clip-norm" in STARTS[name] else ", experts" if "experts" in name else ""
+    one, said = trained("one" + kind)
     several, said_too = trained(name)
     assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
     assert distance(one / "last.pt", several / "last.pt") < 1e-11
@@ -77,13 +81,20 @@ def test_what_the_model_writes_cannot_control_a_terminal():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("before", "after"), [("one", "three of four"), ("pipeline 2, context 2", "one"),
-                                               ("pipeline 4, tensor 2", "context 2")])
+@pytest.mark.parametrize(("before", "after"), [
+    ("one", "three of four"), ("pipeline 2, context 2", "one"), ("pipeline 4, tensor 2", "context 2"),
+    ("one, experts", "experts of 2 groups"), ("experts of 1 group", "one, experts")])
 def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
     script, processes, *options = STARTS[after]
     good(run(*command(script, processes), *OPTIONS, *options, "--output-dir", tmp_path, "--resume",
              trained(before)[0] / "epoch-001.pt", env=FLOAT64))
     assert distance(tmp_path / "last.pt", trained(before)[0] / "last.pt") < 1e-11
+
+
+@pytest.mark.nightly
+def test_experts_that_cannot_be_divided_are_named(tmp_path):
+    code, _, said = run(*command("train_lm_EP.py", 3), *OPTIONS, *EXPERTS, "--output-dir", tmp_path)
+    assert code and "error: --model: number of experts 8: not a multiple of the 3 processes that divide it\n" in said
 
 
 @pytest.mark.nightly
@@ -129,6 +140,38 @@ def test_a_token_beyond_the_vocabulary_is_explained(tmp_path):
     train, _ = text.create_datasets("tokens", tmp_path, 16, 4, seed=1)
     with pytest.raises(ProcessError, match="has token 50257, and the vocabulary ends at 50256"):
         train[0]
+
+
+def test_a_token_goes_to_its_experts_and_gets_the_sum_of_what_they_say():
+    torch.manual_seed(0)
+    size = gpt.Size(16, 1, 4, 2, 24, experts=6, active=3)
+    mlp, x = gpt.Block(size).mlp.double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    for token, found in zip(x.flatten(0, 1), mlp(x).flatten(0, 1)):
+        scores = (mlp.gate.weight @ token).sigmoid()
+        chosen = (scores + mlp.gate.e_score_correction_bias).topk(3).indices
+        expected = 0
+        for number in chosen:
+            gate, up = (mlp.experts.gate_up_proj[number] @ token).chunk(2)
+            down = mlp.experts.down_proj[number]
+            expected += scores[number] / scores[chosen].sum() * (down @ (torch.nn.functional.silu(gate) * up))
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_load_of_experts_evens_out_and_the_loss_does_not_count_for_it():
+    torch.manual_seed(0)
+    mixture, x = experts.Mixture(16, 24, 8, 2), torch.randn(4, 50, 16) + 0.5
+    for parameter in [mixture.gate.weight, *mixture.experts.parameters()]:
+        torch.nn.init.normal_(parameter, std=0.2)
+    optimizer = torch.optim.AdamW([mixture.gate.e_score_correction_bias], 2e-3)
+    busiest = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        busiest.append((mixture.gate(x) > 0).float().mean((0, 1)).max() / 2)  # of the tokens; 1 / 8 is even
+        (0 * mixture(x).sum()).backward()
+        optimizer.step()
+    assert busiest[0] > 0.2 and busiest[-1] < 0.15
 
 
 def test_a_masked_document_does_not_see_the_one_before_it():

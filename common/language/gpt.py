@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from ..reduce import get_world_size
+from .experts import Mixture
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -26,10 +27,12 @@ class Size(NamedTuple):
     base: float = 10000.0  # the base of the rotary positions' frequencies
     vocabulary: int | None = None  # by default, that of the data
     end: int | None = None  # the token that ends a document, in a vocabulary that text.py does not know
+    experts: int = 0  # feed-forward layers to choose from, each of width `hidden`; 0: one, for all tokens
+    active: int = 2  # experts per token
 
 
 SIZES = {"gpt_tiny": Size(128, 4, 4, 2, 448), "gpt_124m": Size(768, 12, 12, 12, 2048),
-         "gpt_1b": Size(2048, 16, 32, 8, 8192, base=500000.0)}
+         "gpt_1b": Size(2048, 16, 32, 8, 8192, base=500000.0), "moe_tiny": Size(128, 4, 4, 2, 224, experts=8)}
 
 # by a pattern in the device's name: TFLOP/s in bfloat16, from the makers' data sheets (NVIDIA: half the figure "with
 # sparsity"; RTX 4090: NVIDIA's white paper on Ada, with sums in float32)
@@ -74,7 +77,9 @@ class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(size.width, 1e-5) for _ in range(2))
-        self.self_attn, self.mlp = Attention(size), FeedForward(size)
+        self.self_attn = Attention(size)
+        mixture = size.width, size.hidden, size.experts, size.active
+        self.mlp: nn.Module = Mixture(*mixture) if size.experts else FeedForward(size)
 
     def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), turns=turns, mask=mask, attend=attend)
@@ -123,7 +128,7 @@ class GPT(nn.Module):
         self.logits, self.positions, self.attend = Logits(), None, attend
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                adds = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers if adds else 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
