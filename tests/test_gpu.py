@@ -312,6 +312,18 @@ def test_several_devices_train_the_baselines_model(near, trained, place, gpus, s
     near(gap(baseline / "last.pt", variant / "last.pt"), 1e-5)
 
 
+@rows("place, gpus, script, options", None, cases=[
+    (2, "train_lm_TP.py", []), (2, "train_lm_CP.py", []), (2, "train_lm_4D.py", []),
+    (4, "train_lm_CP.py", ["--tensor-parallel", "2"]), (4, "train_lm_4D.py", ["--tensor-parallel", "2"]),
+    (8, "train_lm_4D.py", ["--tensor-parallel", "2", "--context-parallel", "2"])])
+def test_a_mesh_trains_the_language_model(near, trained, place, gpus, script, options):
+    """The test compares the validation loss: AdamW enlarges the rounding of gradients that are almost 0."""
+    text = ["--epochs", "1", "--batch-size", "32", "--windows", "256", "--length", "64", "--sample", "", "--seed", "3"]
+    found = [load(trained(place, *command, *text, processes=count) / "last.pt")["score"]
+             for count, command in ((0, ["train_lm.py"]), (gpus, [script, *options]))]
+    near(abs(found[0] - found[1]), 1e-3)
+
+
 @rows(gpus=2, cpu=False)
 def test_a_pipeline_trains_over_nccl_lazy_alone(near, trained, place):
     if not torch.distributed.is_backend_available("nccl-lazy"):
