@@ -76,7 +76,7 @@ MIXTURES["model.layers.*.mlp.experts"] = parallel.PrepareModuleInput(
 
 # new # lm_EP
 class Exchange(torch.autograd.Function):
-    """Sends `sent[i]` of the rows to process i and gets `received[i]` from it; backward() sends gradients back."""
+    """Sends `sent[i]` rows to process i and receives `received[i]`; backward() sends their gradients back."""
 
     @staticmethod
     def forward(ctx, rows, sent, received):
@@ -90,7 +90,7 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(gradient, *ctx.sizes), None, None
 
 
-# new # lm_EP: replaces experts.compute(): send each row to the process that has its expert, and the result back
+# new # lm_EP: replaces experts.compute(): send each row to the process that has its expert, and back
 def travel(rows, counts, gate_up, down):
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
