@@ -272,7 +272,7 @@ class Team:
             self.end(finding("store", f"rank {self.rank}: the store at {self.head}:{self.port} does not answer"))
 
     def find_out(self):
-        """Tell the others that a stage takes too long, and see which ranks answer. The first that answers reports."""
+        """Tell the others that a stage takes too long, and see which ranks answer; the lowest of them reports."""
         where, me = f"{self.head}:{self.port}", f"rank {self.rank} on {socket.gethostname()}"
         if self.stage in ("name", "port"):
             what = "resolve" if self.stage == "name" else "reach"

@@ -413,7 +413,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # lm_4D: TP + PP: every process adds its loss; other stages than the last add zeros
+            # new # lm_4D: TP + PP: every process adds its loss; all stages but the last add zeros
             train_loss = reduce.reduce_sum(loss_sum).item() / grid["data", "tensor"].size() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")

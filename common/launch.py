@@ -130,7 +130,7 @@ def end_with_launcher() -> None:
 
 
 def tie_worker(worker_id: int) -> None:
-    """As the `worker_init_fn` of a DataLoader, make a loader worker exit when the process that reads from it ends.
+    """Make a loader worker exit when the process that created its DataLoader ends; pass this as `worker_init_fn`.
 
     torch's own watchdog cannot do this while the worker starts, which takes seconds under spawn. Under forkserver, the
     watchdog watches the fork server, which lives as long as the worker.

@@ -117,8 +117,9 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
     """Return whether two processes of the launch pass the same device `identity`; every process must call it.
 
-    The check runs before the group exists. On several hosts, whose torchrun agents count restarts differently, it
-    returns False: if processes share a device there, pass --backend gloo.
+    The check runs before the group exists. On several hosts, it returns False
+    without a check, because each host's torchrun agent counts restarts separately. If processes share a device there,
+    pass --backend gloo.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():

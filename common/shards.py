@@ -248,8 +248,9 @@ def fill(model: nn.Module, weights: Weights, device: torch.device,
          held: Sequence[nn.Module] | None = None) -> nn.Module:
     """Move a model from the meta device to `device`, fill it with (shards of) its initial weights, and return it.
 
-    Tensors that have data keep it: load_weights() has read them. With `held`, only these parts of the model move. All
-    processes must call this. Tensors are filled one at a time, including buffers that a `state_dict` omits.
+    Tensors that have data keep it: load_weights() has read them. If `held` is given, only these submodules are moved
+    and filled; all others stay on the meta device. All processes must call this. Tensors are filled one at a time,
+    including buffers that a `state_dict` omits.
     """
     loaded = {name: tensor.detach() for name, tensor in named_tensors(model) if not tensor.is_meta}
     if loaded:

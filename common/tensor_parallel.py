@@ -100,7 +100,7 @@ def require_multiple(option: str, value: int, size: int) -> None:
 
 
 def whole(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[DTensor, Tensor], Tensor]:
-    """Return a `function(outputs, labels)`, a loss or a metric, that takes outputs in parts; its result is whole."""
+    """Wrap `function`, a loss or a metric: accept outputs that are a DTensor, and return a plain, full tensor."""
     def of_parts(outputs: DTensor, labels: Tensor) -> Tensor:
         labels = DTensor.from_local(labels, outputs.device_mesh, [Replicate()], run_check=False)
         return cast(DTensor, function(outputs, labels)).full_tensor()

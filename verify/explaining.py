@@ -377,7 +377,7 @@ def first_module(a, b, step):
     """Return the first module whose outputs differ in a step, "" if none differs, or None if this is not known.
 
     Both runs must have recorded the outputs. Outputs are equal if their sums over ranks and micro-batches are equal, or
-    if each rank has all of them. Outputs of different widths are slices, and are left out.
+    if each rank has all of them. Outputs whose widths differ between the runs are slices, and are not compared.
     """
     if min(a.length, b.length) <= step:
         return None

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def divide(grid: "DeviceMesh", size: int | None, length: int) -> dict[str, Any]:
-    """Return the shape and the dimension names of a mesh for init_device_mesh(): `grid`, its "data" divided in two.
+    """Return the shape and the dimension names of a mesh for init_device_mesh().
 
-    They are "data" and "context". A context group has `size` processes: by default 2, or 1 if their number is odd.
-    Raises UsageError if the size does not divide them, or if a sequence of `length` tokens is not divided evenly.
+    The mesh is `grid`, with "data" divided into "data" and "context". A context group has `size` processes: by default
+    2, or 1 if "data" has an odd size. Raises UsageError if `size` does not divide the size of "data", or if a sequence
+    of `length` tokens cannot be divided evenly.
     """
     names, shape = [*(grid.mesh_dim_names or ())], [*grid.shape]
     at = names.index("data")

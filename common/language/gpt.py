@@ -51,11 +51,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(size.width, size.groups * self.head_width, bias=False)
         self.o_proj = nn.Linear(size.width, size.width, bias=False)
 
-    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
         count, length, _ = x.shape
         q, k, v = (project(x).view(count, length, -1, self.head_width).transpose(1, 2)
                    for project in (self.q_proj, self.k_proj, self.v_proj))
-        values = attend(rotate(q, turns), rotate(k, turns), v, mask)
+        values = attend(rotate(q, rotations), rotate(k, rotations), v, mask)
         return self.o_proj(values.transpose(1, 2).reshape(count, length, -1))
 
 
@@ -81,8 +81,8 @@ class Block(nn.Module):
         mixture = size.width, size.hidden, size.experts, size.active
         self.mlp: nn.Module = Mixture(*mixture) if size.experts else FeedForward(size)
 
-    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turns=turns, mask=mask, attend=attend)
+    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotations=rotations, mask=mask, attend=attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -140,10 +140,10 @@ class GPT(nn.Module):
         return tokens if self.positions is None else tokens[:, self.positions]
 
     def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Attend]:
-        """Return what the blocks need to know of other positions: turns, mask and `attend`.
+        """Return what the blocks need to know about positions: rotations, mask and `attend`.
 
-        The turns, (2, P, width of a head), are the cosines and sines that turn a head. The mask has shape
-        (N, 1, P, T); without `end`, it is None: attention is causal.
+        `rotations`, shape (2, P, width of a head), holds the cosines and sines with which rotate() rotates queries and
+        keys. The mask has shape (N, 1, P, T); without `end`, it is None: attention is causal.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
         positions = every if self.positions is None else self.positions
@@ -151,8 +151,8 @@ class GPT(nn.Module):
         speeds = self.size.base ** (-torch.arange(0, width, 2, device=every.device).to(precise) / width)
         angles = positions[:, None] * speeds
         mask = None if self.end is None else same_document(tokens, self.end, positions)
-        turns = torch.stack([angles.cos(), angles.cos(), -angles.sin(), angles.sin()], 1).view(-1, 2, width)
-        return turns.transpose(0, 1), mask, self.attend
+        rotations = torch.stack([angles.cos(), angles.cos(), -angles.sin(), angles.sin()], 1).view(-1, 2, width)
+        return rotations.transpose(0, 1), mask, self.attend
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -166,9 +166,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn each pair of a head's numbers, (N, heads, T, width); numbers i and i + width / 2 form a pair."""
-    cos, sin = turns.to(x.dtype)
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate each pair of a head's numbers, (N, heads, T, width); numbers i and i + width / 2 form a pair."""
+    cos, sin = rotations.to(x.dtype)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 

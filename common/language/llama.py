@@ -46,7 +46,7 @@ def size(name: str) -> gpt.Size:
 
 
 def load_weights(model: gpt.GPT, path: str) -> None:
-    """Load weights as models.load_weights does; `path` may also be a folder or a file in safetensors.
+    """Load weights as models.load_weights does; `path` may also be a .safetensors file, or a folder of them.
 
     A config.json in this folder must fit the model. Raises UsageError, naming the first field that differs.
     """

@@ -76,9 +76,10 @@ def tied(model: GPT, group: dist.ProcessGroup) -> list[Tensor]:
 
 @torch.no_grad()
 def sum_tied(model: GPT, group: dist.ProcessGroup) -> None:
-    """Add the gradients of a tied embedding: the first stage reads its weight, and the last one a copy of it.
+    """Add up the two gradients of a tied embedding: the first and the last stage each have a copy of its weight.
 
-    Then both copies stay equal. `group` has the processes of one pipeline; all of them must call this.
+    Both copies then get the same gradient, so they stay equal. `group` has the processes of one pipeline; all
+    of them must call this.
     """
     first, last = 0, group.size() - 1
     if not model.size.tied or first == last or group.rank() not in (first, last):

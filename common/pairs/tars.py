@@ -105,8 +105,8 @@ class Shards:
 def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str, count: int) -> int:
     """Write pairs of files to shards of `count` pairs, and then their list; return the number of shards.
 
-    The pairs of "train" are shuffled, always in the same way: a reader's buffer mixes only pairs that are close
-    together.
+    The pairs of "train" are shuffled with a fixed seed,
+    because a reader's buffer mixes only pairs that are close together.
     """
     library = _library()
     folder.mkdir(parents=True, exist_ok=True)
