@@ -345,7 +345,7 @@ class Recorder:
         return batch
 
     def sample(self, tensors):
-        """Return (digest, the label's digest, number of values) for each sample; augmentation changes only the first."""
+        """Return (digest, label's digest, number of values) for each sample; augmentation changes only the first."""
         lengths = [len(tensor) for tensor in tensors]
         rows = max(lengths, key=lengths.count, default=0)
         digest, labels = self.torch.zeros(2, rows, dtype=self.torch.float64, device="cpu")
