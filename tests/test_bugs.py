@@ -8,7 +8,7 @@ from benchmarks import bugs
 
 PAGE = " ".join((ROOT / "docs/your-own-loop.md").read_text().split())
 FOUND = bugs.programs()
-DAILY = {"regression", "Megatron-LM-5956", "schedule-wrong"}  # the others run at night
+DAILY = {"schedule-wrong"}  # the others run at night
 CASES = [pytest.param(program, bug, id=name, marks=[pytest.mark.nightly] * (name not in DAILY))
          for program in FOUND.values()
          for name, bug in [(program.name, None), *program.bugs.items()]]

@@ -101,7 +101,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("task", "script"), [
-    ("regression", "train_DDP.py"), ("regression", "train_TP.py"),
+    ("regression", "train_DDP.py"), pytest.param("regression", "train_TP.py", marks=pytest.mark.nightly),
     pytest.param("segmentation", "train_DDP.py", marks=pytest.mark.drill),
     pytest.param("segmentation", "train_FSDP.py", marks=pytest.mark.drill)])
 def test_two_processes_train_the_same_model(trained, task, script):
@@ -111,7 +111,7 @@ def test_two_processes_train_the_same_model(trained, task, script):
 
 
 @pytest.mark.parametrize(("task", "units"), [
-    ("regression", 3), pytest.param("segmentation", 4, marks=pytest.mark.drill)])
+    pytest.param("regression", 3, marks=pytest.mark.nightly), pytest.param("segmentation", 4, marks=pytest.mark.drill)])
 def test_the_headline_says_into_how_many_units_a_model_in_containers_is_split(trained, task, units):
     assert f" parameters in {units} FSDP units\n" in trained(task, TASKS[task][-1])[1].out
 

@@ -58,12 +58,12 @@ def test_torchrun_restarts_after_each_kill(tmp_path):
                "--resume", "auto", "--output-dir", tmp_path]
     with Live(*command, env={name: value}) as live:
         epoch = 1
-        for _ in range(3):
+        for _ in range(2):
             live.wait_for(f"^epoch +{epoch}/")
             os.kill(live.ranks()[1], signal.SIGKILL)
             epoch += 2  # once more: a line of an epoch from before the kill may still come
         live.wait_for(f"^epoch +{epoch}/")
-        assert len(re.findall("^resume .*last.pt: ", live.said(), re.M)) == 3
+        assert len(re.findall("^resume .*last.pt: ", live.said(), re.M)) == 2
 
 
 def test_a_loss_that_is_no_number_on_one_process_ends_all(tmp_path):

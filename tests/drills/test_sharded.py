@@ -49,7 +49,8 @@ def test_a_pipeline_in_bf16_learns_as_in_float32(tmp_path):
         part.dtype for part in load(tmp_path / "0/last.pt")["model"].values()}
 
 
-@pytest.mark.parametrize("script", ["train_FSDP.py", pytest.param("train_TP.py", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py"])
 def test_compiled_blocks_train_the_same_model(tmp_path, script):
     """Equal blocks share their graphs. Compiled code sums in a different order, so the weights differ slightly."""
     for options in ([], ["--compile"]):

@@ -58,7 +58,8 @@ def test_a_checkpoint_of_the_device_names_it(whole):
 
 @pytest.mark.parametrize(("script", "options"), [
     *(pytest.param(script, [], marks=[pytest.mark.nightly] * (script not in ("train_DDP.py", "train_combined.py")))
-      for script in WHOLE), ("train_amp.py", ["--precision", "fp16", "--freeze-layers"])])
+      for script in WHOLE),
+    pytest.param("train_amp.py", ["--precision", "fp16", "--freeze-layers"], marks=pytest.mark.nightly)])
 def test_variants_train_the_same_model(whole, tmp_path, script, options):
     """The reference is train.py on the CPU or, for mixed precision, the same script on the CPU."""
     launch = command(script)
@@ -74,6 +75,7 @@ def test_variants_train_the_same_model(whole, tmp_path, script, options):
     assert load(folder / "last.pt")["score"] == load(tmp_path / "npy/last.pt")["score"]
 
 
+@pytest.mark.nightly
 def test_the_detector_trains_the_same_model(scenes, tmp_path):
     options = ["--dataset", "lines", "--data-path", scenes, "--epochs", "2", "--batch-size", "12", "--lr", "0.0003",
                "--workers", "0", "--output-dir"]  # not --multi-scale: torchvision rounds pixels as the device does
