@@ -13,13 +13,13 @@ from torch import nn
 BASELINE, DDP = ROOT / "minimal/train.py", ROOT / "minimal/train_DDP.py"
 CHILD = f"{ROOT}/minimal/train_{{}}.py"
 SCRIPTS = sorted(ROOT.glob("minimal/*.py"))
-COMMANDS = {"train.py": [PYTHON, BASELINE], "on 2": [*TORCHRUN, "--nproc-per-node=2", DDP],
+TWO = [*TORCHRUN, "--nproc-per-node=2"]
+COMMANDS = {"train.py": [PYTHON, BASELINE], "on 2": [*TWO, DDP],
             "on 3": [*LAUNCH, "--nproc_per_node=3", DDP], "on 1": [PYTHON, DDP],
             "short": [PYTHON, BASELINE, "--epochs", "5"],
-            "grad_accum": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("grad_accum"), "--epochs", "5", "--accum-steps",
-                           "5"],
-            "amp": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("amp"), "--epochs", "2"],
-            "FSDP": [*TORCHRUN, "--nproc-per-node=2", CHILD.format("FSDP"), "--epochs", "5"],
+            "grad_accum": [*TWO, CHILD.format("grad_accum"), "--epochs", "5", "--accum-steps", "5"],
+            "amp": [*TWO, CHILD.format("amp"), "--epochs", "2"],
+            "FSDP": [*TWO, CHILD.format("FSDP"), "--epochs", "5"],
             "resume": [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", CHILD.format("resume")]}
 FEW = ["train.py", "on 2", "FSDP", pytest.param("on 3", marks=pytest.mark.drill)]
 ROWS, VAL_ROWS, BATCH, PATIENCE, EPOCHS = 1000, 499, 48, 6, 100  # the defaults

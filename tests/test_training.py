@@ -96,7 +96,8 @@ def file_of(folder):
     return load(folder / "last.pt")
 
 
-@pytest.mark.parametrize(("script", "parent"), [("train_elastic.py", "train_DDP.py"), ("train_DCP.py", "train_FSDP.py")])
+@pytest.mark.parametrize(("script", "parent"), [
+    ("train_elastic.py", "train_DDP.py"), ("train_DCP.py", "train_FSDP.py")])
 def test_a_stopped_run_resumes_within_its_epoch(runs, stopped, script, parent):
     """The second command loses and repeats no sample: the bits are those of the parent, which ran in one command."""
     (folder, result), (whole, expected) = stopped(script), runs(parent)

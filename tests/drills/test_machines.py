@@ -72,14 +72,6 @@ def on_host(host, rank, *options):
     return Live(*host.command(*CHECK, *options), env=by_hand(rank, 2, PORT, "cook1"))
 
 
-def test_four_processes(tmp_path):
-    said = json.loads(good(run(*TORCHRUN, "--nproc-per-node=4", *CHECK[1:], "--folder", tmp_path)).out)
-    assert [facts["rank"] for facts in said["ranks"]] == [0, 1, 2, 3]
-    assert all(facts["wrong"] == [] and facts["sees"] for facts in said["ranks"])
-    assert sum(facts["locked"] for facts in said["ranks"]) == 1
-    assert all(len(rows) >= 3 for rows in said["bandwidth"].values()) and len(said["bandwidth"]) == 4
-
-
 @on_hosts
 def test_two_hosts(both, tmp_path):
     command = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=cook1:{PORT}",

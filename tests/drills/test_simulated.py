@@ -86,25 +86,6 @@ def test_the_detector_trains_the_same_model(scenes, tmp_path):
     assert load(tmp_path / "cpu/last.pt")["score"] == load(tmp_path / "npy/last.pt")["score"]
 
 
-def test_a_device_with_an_index_becomes_the_current_one():
-    """The simulated device cannot show it, so a profile function records the call."""
-    program = """if True:
-        import simulated, sys, torch
-        from common import devices
-        kept, indices, code = simulated.register(), [], torch.accelerator.set_device_index.__code__
-        def note(frame, event, arg):
-            if event == "call" and frame.f_code is code:
-                indices.append(frame.f_locals["device"])
-        sys.setprofile(note)
-        devices.select_device("npy")
-        print(indices)
-        devices.select_device("npy:0")
-        sys.setprofile(None)
-        print(indices)"""
-    environment = {"PYTHONPATH": f"{PROGRAMS}:{FROM_ROOT['PYTHONPATH']}"}
-    assert good(run(PYTHON, "-c", program, env=environment)).out.split() == ["[]", "[0]"]
-
-
 def test_the_loader_delivers_to_the_device(tmp_path):
     on_cpu, on_device = (good(run(*start, PROGRAMS / "probe.py", "--workers", "1", cwd=tmp_path, env=FROM_ROOT)).out
                          for start in ([PYTHON], SIMULATED))

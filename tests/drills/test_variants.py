@@ -1,15 +1,19 @@
 """The other tests check some scripts; these check all: default runs, resuming, other numbers of processes."""
 import json
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import (
     FLOAT64,
+    FROM_ROOT,
+    PROGRAMS,
     PYTHON,
     RUNS,
     SAME,
     SCRIPTS,
+    TORCHRUN,
     command,
     copy_out,
     distance,
@@ -42,15 +46,6 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script)
         whole_file(tmp_path / "step-0000028", tmp_path / "last.pt")
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
     assert epochs(result.out) == epochs(whole.out)[1:]
-
-
-@pytest.mark.nightly
-def test_three_processes_are_deterministic_when_asked(tmp_path):
-    """In float32, sums of three numbers depend on their order."""
-    three = [*command("train_DDP.py", 3), *SAME, "--deterministic", "--output-dir"]
-    good(run(*three, tmp_path / "whole"))
-    good(run(*three, tmp_path / "again", "--resume", tmp_path / "whole/epoch-001.pt"))
-    assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "again/last.pt"))
 
 
 @pytest.mark.parametrize("script", [script if script == "train_mp.py" else
@@ -132,3 +127,23 @@ def test_compressed_gradients_change_the_weights_a_little(an_epoch):
         ["--lr", "0.001"], ["--lr", "0.001", "--compress", "bf16"], ["--lr", "0.001", "--compress", "powersgd"]))
     assert 1e-6 < distance(whole, bf16) < 1e-4
     assert 1e-5 < distance(whole, powersgd) < 1e-3
+
+
+TWO = [*TORCHRUN, "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize(("script", "again"), [
+    # one process with rank 0's share of the batch takes rank 0's masks, in twice as many steps
+    ("train_DDP.py", [PYTHON]), pytest.param("train_elastic.py", TWO, marks=pytest.mark.nightly)])
+def test_dropout_differs_between_ranks_steps_and_epochs_and_a_resumed_run_repeats_it(tmp_path, script, again):
+    def kept(launcher, batch_size, *more):
+        out = good(run(*launcher, PROGRAMS / "with_dropout.py", script, "--batch-size", batch_size, "--epochs", "2",
+                       "--save-every", "1", "--workers", "0", "--output-dir", tmp_path, *more, env=FROM_ROOT)).out
+        return {rank: re.findall(rf"kept {rank} (\d+)", out) for rank in "01"}
+
+    whole = kept(TWO, 478)
+    assert [len(masks) for masks in whole.values()] == [6, 6]  # three steps in each epoch
+    assert len({*whole["0"], *whole["1"]}) == 12
+    rest = kept(again, 478 if again is TWO else 239, "--resume", tmp_path / "epoch-001.pt")
+    assert rest["0"][:3] == whole["0"][3:]
+    assert rest["1"] == (whole["1"][3:] if again is TWO else [])
