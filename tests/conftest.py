@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -228,6 +229,11 @@ def epochs(out):
     return [{name: float(value) for name, value in
              re.findall(r"\b((?:ema_)?(?:loss|val_loss|accuracy|top5|mAP50|mAP|lr)) ([-+.\dinfae]+)", line)}
             for line in out.splitlines() if line.startswith("epoch")]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def copy_out(script, folder):

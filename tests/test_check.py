@@ -3,7 +3,7 @@ import json
 import socket
 
 import pytest
-from conftest import LAUNCH, PYTHON, good, run
+from conftest import LAUNCH, PYTHON, free_port, good, run
 
 import check
 
@@ -15,11 +15,6 @@ FACTS = {"device": "cuda", "id": None, "product": "H100", "driver": "570.1", "nc
 
 def by_hand(rank, world, port, address="localhost"):
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def names(report):

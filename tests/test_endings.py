@@ -2,12 +2,11 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 
 import pytest
-from conftest import FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, descendants, good, run
+from conftest import FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, descendants, free_port, good, run
 from live import Live, alive, ours
 
 
@@ -104,10 +103,8 @@ def test_processes_that_srun_started_share_a_device():
     """Under srun, rank 0 itself serves the store, and the group finds it at the same port."""
     from concurrent.futures import ThreadPoolExecutor
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     shared = FROM_ROOT | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                          "MASTER_PORT": str(port)}
+                          "MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(2) as pool:
         runs = pool.map(lambda rank: run(PYTHON, PROGRAMS / "shared.py", "GPU-1",
                                          env=shared | {"RANK": rank, "LOCAL_RANK": rank}), "01")

@@ -35,16 +35,12 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, environment):
+def trained(once, environment):
     """Return a function that runs a command of COMMANDS once: name to (folder, its lines of epochs)."""
-    done = {}
-
     def get(name):
-        if name not in done:
-            folder = tmp_path_factory.mktemp("minimal")
-            out = good(run(*COMMANDS[name], cwd=folder, env=environment | STRICT)).out
-            done[name] = folder, [line for line in out.splitlines() if line.startswith("epoch")]
-        return done[name]
+        env = environment | STRICT
+        folder, said = once(f"minimal {name}", lambda folder: run(*COMMANDS[name], cwd=folder, env=env))
+        return folder, [line for line in said.out.splitlines() if line.startswith("epoch")]
 
     return get
 

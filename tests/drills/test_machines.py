@@ -12,9 +12,9 @@ from pathlib import Path
 import hosts
 import pytest
 import slurm
-from conftest import PYTHON, TORCHRUN, good, run
+from conftest import PYTHON, TORCHRUN, free_port, good, run
 from live import Live
-from test_check import by_hand, free_port, names
+from test_check import by_hand, names
 
 on_hosts = pytest.mark.skipif(bool(hosts.missing()), reason=f"needs {hosts.missing()}")
 CHECK = [PYTHON, "check.py", "--cpu", "--json"]

@@ -1,7 +1,6 @@
 """The other tests check some scripts; these check all: default runs, resuming, other numbers of processes."""
 import json
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,6 +17,7 @@ from conftest import (
     copy_out,
     distance,
     epochs,
+    free_port,
     good,
     load,
     precision,
@@ -63,9 +63,7 @@ def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, scr
 
 def test_two_halves_of_a_launch_on_two_hosts_are_one_run(runs, tmp_path):
     """One command per host, as in README; here, both hosts are this machine, and train the last epoch."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    whole = runs("train_mp.py")[0]
+    port, whole = free_port(), runs("train_mp.py")[0]
     halves = [[*RUNS["train_mp.py"], "--nprocs", "1", "--nnodes", "2", "--node-rank", rank, "--ip", "127.0.0.1",
                "--port", port, "--resume", whole / "epoch-001.pt", "--output-dir", tmp_path] for rank in "01"]
     with ThreadPoolExecutor(2) as pool:

@@ -318,6 +318,15 @@ def test_micro_batches_send_no_more_than_a_whole_batch(script):
     assert events(module, args, "gloo:all_reduce") == whole > 2
 
 
+def test_uneven_micro_batches_train_the_model_of_a_whole_batch(script, tmp_path):
+    module, args = script("train_grad_accum")
+    ends = []
+    for args.accum_steps in (1, 3):  # a batch of 4 has parts of 1 and 2 samples
+        module.main(args)
+        ends.append(load(tmp_path / "last.pt")["model"])
+    assert max((ends[0][name] - ends[1][name]).abs().max() for name in ends[0]) < 1e-6
+
+
 def test_a_process_cannot_have_more_micro_batches_than_samples(script, monkeypatch):
     """Two processes get two samples each of a batch of four: a third micro-batch would be empty, with a nan loss."""
     module, args = script("train_grad_accum", "--accum-steps", "3")
