@@ -118,13 +118,3 @@ def test_every_micro_batch_has_the_scale_and_the_smoothing(few_digits):
         [*one, "--label-smoothing", "0.3"]]))
     assert 2e-5 < distance(plain, half) < 1e-2
     assert distance(smooth, whole) < 1e-5 and distance(plain, smooth) > 1e-3
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_train_the_same_model(few_digits):
-    """It needs a C++ compiler, whose code rounds in a different order. Four equal blocks compile only once."""
-    vit = [*COMBINED, "--precision", "fp32", "--model", "vit"]
-    folders = [few_digits(*vit, *options, output=f"compiled-{len(options)}")[0] / "last.pt"
-               for options in ([], ["--compile"])]
-    assert 0 < distance(*folders) < 1e-5
-    assert load(folders[0])["model"].keys() == load(folders[1])["model"].keys()

@@ -42,12 +42,6 @@ def test_what_starts_otherwise_is_ddp_bit_for_bit(runs):
     assert same(load(runs("train_DDP.py")[0] / "last.pt"), load(runs("train_mp.py")[0] / "last.pt"))
 
 
-@pytest.mark.nightly
-def test_the_combined_script_is_its_parents_bit_for_bit(runs):
-    left, right = (load(runs(name)[0] / "last.pt") for name in ("train_grad_accum.py", "train_combined.py"))
-    assert all(same(left[name], right[name]) for name in left)
-
-
 def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs):
     """The reference is the baseline, which has no sampler: two padded samplers would agree with each other."""
     from common.datasets import create_datasets
