@@ -92,29 +92,3 @@ def test_an_overflow_in_one_micro_batch_of_one_rank_skips_the_step_on_all(few_di
     last = load(few_digits.folder / "overflow/last.pt")
     assert last["scaler"]["scale"] == 32768 and last["warm_up"] == {"done": 3}
     assert last["average"]["n_averaged"] == 3
-
-
-@pytest.mark.drill
-def test_the_average_is_that_of_the_updates(few_digits):
-    """Each epoch has one update, and its checkpoint contains the weights."""
-    folder, result = few_digits(*COMBINED, "--precision", "fp32", "--ema", "0.75", output="average",
-                                resume=["--batch-size", "48", "--epochs", "3"])
-    first, *later = (load(folder / f"epoch-{epoch:03}.pt") for epoch in (1, 2, 3))
-    average = first["model"]
-    for content in later:
-        average = {name: 0.75 * value + 0.25 * content["model"][name] for name, value in average.items()}
-    for name, value in average.items():
-        assert (later[-1]["average"][f"module.{name}"] - value).abs().max() < 1e-6
-    assert all(0 <= epoch["ema_accuracy"] <= 1 for epoch in epochs(result.out))
-
-
-@pytest.mark.drill
-def test_every_micro_batch_has_the_scale_and_the_smoothing(few_digits):
-    """fp16 differs from fp32 only by rounding; three micro-batches take the same step as one, smoothed or not."""
-    one = ["--precision", "fp32", "--accum-steps", "1"]
-    plain, half, smooth, whole = (few_digits(*COMBINED, output=f"micro-{number}", resume=options)[0] / "last.pt"
-                                  for number, options in enumerate([
-        ["--precision", "fp32"], ["--precision", "fp16"], ["--precision", "fp32", "--label-smoothing", "0.3"],
-        [*one, "--label-smoothing", "0.3"]]))
-    assert 2e-5 < distance(plain, half) < 1e-2
-    assert distance(smooth, whole) < 1e-5 and distance(plain, smooth) > 1e-3
