@@ -3,16 +3,13 @@ import importlib.util
 import json
 import re
 import runpy
-import signal
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import FROM_ROOT, LAUNCH, PROGRAMS, PYTHON, ROOT, STRICT, TORCHRUN, good, run
-from live import Live, alive
 from PIL import Image, ImageOps
 
 from common.pairs import tars
@@ -370,30 +367,6 @@ def test_what_cannot_be_used_is_named(seen, spoiled, script, case):
         kind, message = seen[script, 1][f"{case}-{workers}"][0].error
         assert kind == ("UsageError" if case in WRONG_SETS else "ProcessError"), message
         assert str(spoiled[case][1]) in message
-
-
-@pytest.mark.drill
-def test_a_stream_that_was_killed_goes_on_with_the_pairs_that_are_left(tmp_path, marked):
-    """The buffer is larger than a shard and smaller than a worker's part, so the kill leaves pairs of many shards."""
-    arguments = ["--data-source", sharded(tmp_path / "shards", marked, 3), "--resize", 0, "--crop", CROP,
-                 "--batch-size", 2, "--workers", 2, "--shuffle-buffer", 5, "--device", "cpu"]
-
-    def command(done, stop):
-        return PYTHON, PROGRAMS / "streamed.py", tmp_path / done, stop, *arguments
-
-    whole = good(run(*command("whole", 0), env=FROM_ROOT)).out.splitlines()
-    assert len(whole) == len(set(" ".join(whole).replace("batch", "").split())) / 2 == TRAIN // 2
-    with Live(*command("killed", 5), env=FROM_ROOT) as killed:
-        killed.wait_for("waiting")
-        workers = killed.processes()
-        killed.process.send_signal(signal.SIGKILL)
-        killed.process.wait(10)
-        assert killed.out[:5] == whole[:5]
-        deadline = time.monotonic() + 60
-        while any(alive(pid) for pid in workers):
-            assert time.monotonic() < deadline, "orphans"
-            time.sleep(0.1)
-    assert good(run(*command("killed", 0), env=FROM_ROOT)).out.splitlines() == whole[5:]
 
 
 @pytest.mark.parametrize("script", LOADERS)

@@ -264,6 +264,27 @@ def test_every_micro_batch_has_the_scale_and_the_smoothing(script, tmp_path):
     assert apart(smooth, whole) < 1e-6 and apart(plain, smooth) > 5e-3
 
 
+class Overflowing(torch.nn.CrossEntropyLoss):
+    """The gradient of its fifth loss in training overflows in fp16, but not the loss."""
+
+    calls = 0
+
+    def forward(self, outputs, labels):
+        self.calls += torch.is_grad_enabled()
+        total = outputs.float().sum() * 1e9 * (self.calls == 5)
+        return super().forward(outputs, labels) + total - total.detach()
+
+
+def test_an_overflow_in_one_micro_batch_skips_the_step(script, tmp_path, monkeypatch):
+    """The scale, the warm-up and the average agree on the steps that were taken: one of two."""
+    module, args = script("train_combined", "--precision", "fp16", "--accum-steps", "3", "--ema", "0.9", "--warm-up",
+                          "3", "--batch-size", "8", "--epochs", "2")
+    monkeypatch.setattr(module, "criterion", Overflowing())
+    module.main(args)
+    last = load(tmp_path / "last.pt")
+    assert last["scaler"]["scale"] == 32768 and last["warm_up"] == {"done": 1} and last["average"]["n_averaged"] == 1
+
+
 def test_evaluate_measures_the_average_of_a_checkpoint_too(script, capsys):
     module, args = script("train_combined", "--precision", "fp32", "--accum-steps", "1", "--ema", "0.5")
     module.main(args)
