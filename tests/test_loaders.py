@@ -3,16 +3,13 @@ import importlib.util
 import json
 import re
 import runpy
-import signal
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import FROM_ROOT, LAUNCH, PROGRAMS, PYTHON, ROOT, STRICT, TORCHRUN, good, run
-from live import Live, alive
 from PIL import Image, ImageOps
 
 from common.pairs import tars
@@ -36,14 +33,18 @@ def job(name, script, source, *arguments, action="watch"):
     return {"name": name, "script": script, "arguments": arguments, "action": action}
 
 
+def workers_of(case):
+    return (0, 1) if case in ("truncated", "damaged") else (0,)
+
+
 def launch(folder, processes, jobs):
-    """Run the jobs in one launch of the driver; return {name: results, one for each rank}."""
+    """Run the jobs in one launch of the driver; return {(script, name): results, one for each rank}."""
     folder.mkdir(parents=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     launcher = [PYTHON] if processes == 1 else [*TORCHRUN, f"--nproc-per-node={processes}"]
     good(run(*launcher, PROGRAMS / "driver.py", folder, env=FROM_ROOT))
-    return {job["name"]: [SimpleNamespace(**torch.load(folder / f"{job['name']}-{rank}.pt"))
-                          for rank in range(processes)] for job in jobs}
+    return {(job["script"], job["name"]): [SimpleNamespace(**torch.load(folder / f"{number}-{rank}.pt"))
+                                           for rank in range(processes)] for number, job in enumerate(jobs)}
 
 
 def write_marked(folder, **splits):
@@ -103,15 +104,15 @@ def sharded(folder, files, per_shard=4):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, marked, pictures):
+def seen(tmp_path_factory, marked, pictures, spoiled):
     """What a loader delivered on 1, 2 and 3 processes: {(script, processes): {name: [result of each rank]}}.
 
-    Each launch is made when a test first asks for it.
+    Each launch is made when a test first asks for it, for all scripts but loader_DALI.
     """
     base = tmp_path_factory.mktemp("seen")
     few = write_marked(base / "few", test=1)
 
-    def find(script, processes):
+    def jobs_of(script, processes):
         sets = [marked, few, pictures]
         if script == "loader_streaming":
             sets = [sharded(base / f"shards-{processes}-{number}", files) for number, files in enumerate(sets)]
@@ -129,15 +130,23 @@ def seen(tmp_path_factory, marked, pictures):
                      job("broken-workers", script, marked_set, *common[:-1], 4, "--workers", 3, action="broken_off")]
             jobs += [job(f"pictures-{split}", script, picture_set, "--split", split, "--resize", 72, "--crop", 64,
                          "--batch-size", 4, "--workers", 0) for split in ("train", "test")]
+            jobs += [job(f"{case}-{workers}", script, folder, "--resize", 0, "--crop", 64, "--batch-size", 2,
+                         "--workers", workers, action="refused") for case, (folder, _) in spoiled.items()
+                     if script != "loader_streaming" for workers in workers_of(case)]
         if processes == 2:
             jobs.append(job("ddp", script, picture_set, "--resize", 72, "--crop", 64, "--batch-size", 4, "--workers", 1,
                             action="train"))
             jobs.append(job("few", script, few_set, *common, "--split", "test", "--workers", 1))
-        return launch(base / f"{script}-{processes}", processes, jobs)
+        return jobs
 
     class Seen(dict):
         def __missing__(self, key):
-            return self.setdefault(key, find(*key))
+            together = ["loader_DALI"] if key[0] == "loader_DALI" else ["loader", "loader_streaming"]
+            jobs = [each for script in together for each in jobs_of(script, key[1])]
+            found = launch(base / f"{together[0]}-{key[1]}", key[1], jobs)
+            for script in together:
+                self[script, key[1]] = {name: ranks for (owner, name), ranks in found.items() if owner == script}
+            return self[key]
 
     return Seen()
 
@@ -346,53 +355,18 @@ BAD_FILES = ["truncated", "truncated target", "damaged", "two sizes", "too small
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory):
-    """What a loader said of spoilt sets, once each: script to {case and workers: (result, the file to be named)}."""
+    """Return {case: (the folder of a set that cannot be used, the file to be named)}."""
     base = tmp_path_factory.mktemp("spoiled")
-    files = {case: _spoil(base / case.replace(" ", "-"), case) for case in WRONG_SETS + BAD_FILES}
-
-    class Spoiled(dict):
-        def __missing__(self, script):
-            jobs = [job(f"{case}-{workers}", script, base / case.replace(" ", "-"), "--resize", 0, "--crop", 64,
-                        "--batch-size", 2, "--workers", workers, action="refused")
-                    for case in files for workers in ((0, 1) if case in ("truncated", "damaged") else (0,))]
-            found = launch(base / script, 1, jobs)
-            return self.setdefault(script, {name: (ranks[0], files[name[:-2]]) for name, ranks in found.items()})
-
-    return Spoiled()
+    return {case: (base / case, _spoil(base / case, case)) for case in WRONG_SETS + BAD_FILES}
 
 
 @pytest.mark.parametrize("case", WRONG_SETS + BAD_FILES)
 @pytest.mark.parametrize("script", IN_ORDER)
-def test_what_cannot_be_used_is_named(spoiled, script, case):
-    for workers in (0, 1) if case in ("truncated", "damaged") else (0,):
-        result, file = spoiled[script][f"{case}-{workers}"]
-        kind, message = result.error
+def test_what_cannot_be_used_is_named(seen, spoiled, script, case):
+    for workers in workers_of(case):
+        kind, message = seen[script, 1][f"{case}-{workers}"][0].error
         assert kind == ("UsageError" if case in WRONG_SETS else "ProcessError"), message
-        assert str(file) in message
-
-
-@pytest.mark.drill
-def test_a_stream_that_was_killed_goes_on_with_the_pairs_that_are_left(tmp_path, marked):
-    """The buffer is larger than a shard and smaller than a worker's part, so the kill leaves pairs of many shards."""
-    arguments = ["--data-source", sharded(tmp_path / "shards", marked, 3), "--resize", 0, "--crop", CROP,
-                 "--batch-size", 2, "--workers", 2, "--shuffle-buffer", 5, "--device", "cpu"]
-
-    def command(done, stop):
-        return PYTHON, PROGRAMS / "streamed.py", tmp_path / done, stop, *arguments
-
-    whole = good(run(*command("whole", 0), env=FROM_ROOT)).out.splitlines()
-    assert len(whole) == len(set(" ".join(whole).replace("batch", "").split())) / 2 == TRAIN // 2
-    with Live(*command("killed", 5), env=FROM_ROOT) as killed:
-        killed.wait_for("waiting")
-        workers = killed.processes()
-        killed.process.send_signal(signal.SIGKILL)
-        killed.process.wait(10)
-        assert killed.out[:5] == whole[:5]
-        deadline = time.monotonic() + 60
-        while any(alive(pid) for pid in workers):
-            assert time.monotonic() < deadline, "orphans"
-            time.sleep(0.1)
-    assert good(run(*command("killed", 0), env=FROM_ROOT)).out.splitlines() == whole[5:]
+        assert str(spoiled[case][1]) in message
 
 
 @pytest.mark.parametrize("script", LOADERS)

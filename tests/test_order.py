@@ -1,15 +1,14 @@
 """The order of samples and their augmentation depend only on (seed, epoch, index)."""
 import pytest
 import torch
-from conftest import FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, good, load, run
+from conftest import FROM_ROOT, PROGRAMS, TORCHRUN, good, load, run
 
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
-    """Read two epochs on 1 and 2 processes; return a function from (processes, workers, epoch) to global batches."""
+    """Read two epochs as 1 and as 2 processes; return a function from (processes, workers, epoch) to global batches."""
     folder = tmp_path_factory.mktemp("read")
-    for launcher in [PYTHON], [*TORCHRUN, "--nproc-per-node=2"]:
-        good(run(*launcher, PROGRAMS / "reader.py", folder, env=FROM_ROOT))
+    good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "reader.py", folder, env=FROM_ROOT))
 
     def get(processes, workers, epoch):
         shares = [load(folder / f"{processes}-{rank}-{workers}-{epoch}.pt") for rank in range(processes)]

@@ -5,7 +5,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import PROGRAMS, PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
+from conftest import PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
 from live import Live
 
 FEW = ["--batch-size", "24", "--epochs", "2", "--save-every", "1", "--log-every", "1", "--workers", "0"]
@@ -79,52 +79,3 @@ def test_a_combined_run_that_was_ended_resumes_bit_for_bit(few_digits, precision
     assert re.search(r"^resume .*(steps of )?epoch \d (is|are) done", result.out, re.M)
     assert same(load(folder / "last.pt"), load(again / "last.pt"))
     assert epochs(whole.out)[-1] == epochs(result.out)[-1]
-
-
-@pytest.mark.drill
-def test_an_overflow_in_one_micro_batch_of_one_rank_skips_the_step_on_all(few_digits):
-    """All ranks, the scale, the warm-up and the average agree on which steps were taken."""
-    command = [*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "overflow.py", *COMBINED[5:], "--precision", "fp16"]
-    result = good(run(*command, *FEW, "--ema", "0.9", "--warm-up", "3", "--output-dir", "overflow",
-                      cwd=few_digits.folder, env={"PYTHONPATH": str(few_digits.folder)}))
-    first, second = (re.findall(rf"^rank {rank} updates: (.*)$", result.out, re.M) for rank in (0, 1))
-    assert first == second and len(first) == 3  # of 4 steps
-    last = load(few_digits.folder / "overflow/last.pt")
-    assert last["scaler"]["scale"] == 32768 and last["warm_up"] == {"done": 3}
-    assert last["average"]["n_averaged"] == 3
-
-
-@pytest.mark.drill
-def test_the_average_is_that_of_the_updates(few_digits):
-    """Each epoch has one update, and its checkpoint contains the weights."""
-    folder, result = few_digits(*COMBINED, "--precision", "fp32", "--ema", "0.75", output="average",
-                                resume=["--batch-size", "48", "--epochs", "3"])
-    first, *later = (load(folder / f"epoch-{epoch:03}.pt") for epoch in (1, 2, 3))
-    average = first["model"]
-    for content in later:
-        average = {name: 0.75 * value + 0.25 * content["model"][name] for name, value in average.items()}
-    for name, value in average.items():
-        assert (later[-1]["average"][f"module.{name}"] - value).abs().max() < 1e-6
-    assert all(0 <= epoch["ema_accuracy"] <= 1 for epoch in epochs(result.out))
-
-
-@pytest.mark.drill
-def test_every_micro_batch_has_the_scale_and_the_smoothing(few_digits):
-    """fp16 differs from fp32 only by rounding; three micro-batches take the same step as one, smoothed or not."""
-    one = ["--precision", "fp32", "--accum-steps", "1"]
-    plain, half, smooth, whole = (few_digits(*COMBINED, output=f"micro-{number}", resume=options)[0] / "last.pt"
-                                  for number, options in enumerate([
-        ["--precision", "fp32"], ["--precision", "fp16"], ["--precision", "fp32", "--label-smoothing", "0.3"],
-        [*one, "--label-smoothing", "0.3"]]))
-    assert 2e-5 < distance(plain, half) < 1e-2
-    assert distance(smooth, whole) < 1e-5 and distance(plain, smooth) > 1e-3
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_train_the_same_model(few_digits):
-    """It needs a C++ compiler, whose code rounds in a different order. Four equal blocks compile only once."""
-    vit = [*COMBINED, "--precision", "fp32", "--model", "vit"]
-    folders = [few_digits(*vit, *options, output=f"compiled-{len(options)}")[0] / "last.pt"
-               for options in ([], ["--compile"])]
-    assert 0 < distance(*folders) < 1e-5
-    assert load(folders[0])["model"].keys() == load(folders[1])["model"].keys()

@@ -7,23 +7,27 @@ import signal
 
 import pytest
 import torch
-from conftest import FLOAT64, PYTHON, RUNS, SAME, distance, epochs, good, load, run, same
+from conftest import FLOAT64, PYTHON, RUNS, SAME, STRICT, distance, epochs, good, load, run, same, whole_file
 from live import Live, ours
 
 import verify
 from common import folders
 
+# At night. A test below stops and resumes the first two, train_combined.py has the third's lines, and a drill resumes
+# on three processes
+NIGHTLY = ["train_elastic.py", "train_DCP.py", "train_grad_accum.py", "train_DDP.py on 3"]
 # A new script is here without being named. Not exact by its idea: train_amp.py, see test_precision.py
-EXACT = [name for name in RUNS if name not in ("train.py", "train_amp.py")]
+EXACT = [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY), id=name)
+         for name in RUNS if name not in ("train.py", "train_amp.py")]
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_trains_the_same_model_as_the_baseline(runs, name):
     reference, variant = runs("train.py")[0], runs(name)[0]
-    assert distance(reference / "epoch-002.pt", reference / "last.pt") > 1e-2  # it did train
+    assert distance(reference / "epoch-001.pt", reference / "last.pt") > 1e-2  # it did train
     assert distance(reference / "last.pt", variant / "last.pt") < 1e-11
     report = verify.compare(runs.steps("train.py"), runs.steps(name))
-    assert (report["verdict"], report["steps"]) == ("same", [42, 42]) and report["difference"] < 1e-11, report
+    assert (report["verdict"], report["steps"]) == ("same", [28, 28]) and report["difference"] < 1e-11, report
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -35,86 +39,92 @@ def test_shows_the_numbers_of_the_baseline(runs, name):
         assert left == pytest.approx(right, abs=1.1e-4)  # four digits are printed
 
 
-@pytest.mark.parametrize("name", ["train_mp.py", "train_elastic.py"])
-def test_what_starts_or_saves_otherwise_is_ddp_bit_for_bit(runs, name):
-    assert same(load(runs("train_DDP.py")[0] / "last.pt"), load(runs(name)[0] / "last.pt"))
-
-
-def test_the_combined_script_is_its_parents_bit_for_bit(runs):
-    left, right = (load(runs(name)[0] / "last.pt") for name in ("train_grad_accum.py", "train_combined.py"))
-    assert all(same(left[name], right[name]) for name in left)
+def test_what_starts_otherwise_is_ddp_bit_for_bit(runs):
+    assert same(load(runs("train_DDP.py")[0] / "last.pt"), load(runs("train_mp.py")[0] / "last.pt"))
 
 
 def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs):
     """The reference is the baseline, which has no sampler: two padded samplers would agree with each other."""
     from common.datasets import create_datasets
 
-    assert len(create_datasets("digits", "", 0, "")[1]) == 359  # neither 2 nor 3 divides it
-    for file in ("epoch-002.pt", "last.pt"):
-        names = "train.py", "train_DDP.py", "train_DDP.py on 3"
-        accuracies = [load(runs(name)[0] / file)["score"] for name in names]
+    assert len(create_datasets("digits", "", 0, "")[1]) == 359  # an odd number: two processes do not divide it
+    for file in ("epoch-001.pt", "last.pt"):
+        accuracies = [load(runs(name)[0] / file)["score"] for name in ("train.py", "train_DDP.py", "train_combined.py")]
         assert set(accuracies) == {round(accuracies[0] * 359) / 359}
 
 
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path):
     """The number of workers changes. For train_DDP.py, see test_resume.py; for others, drills/test_variants.py."""
     folder, whole = runs("train.py")
-    shutil.copy(folder / "epoch-002.pt", tmp_path / "last.pt")
+    shutil.copy(folder / "epoch-001.pt", tmp_path / "last.pt")
     result = good(run(*RUNS["train.py"], "--workers", "2", "--resume", "auto", "--output-dir", tmp_path, env=FLOAT64))
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
-    assert epochs(result.out) == epochs(whole.out)[2:]
-    assert not (tmp_path / "epoch-002.pt").exists()  # the second epoch was not repeated
+    assert epochs(result.out) == epochs(whole.out)[1:]
+    assert not (tmp_path / "epoch-001.pt").exists()  # the first epoch was not repeated
 
 
-@pytest.mark.parametrize(("script", "start"), [("train_elastic.py", "epoch-002.pt"), ("train_DCP.py", "step-0000028")])
-def test_a_stopped_run_resumes_within_its_epoch(runs, tmp_path, script, start):
-    """One of two processes gets two signals. The next command loses and repeats no sample: the bits are the same."""
-    folder, whole = runs(script)
-    command = [*RUNS[script], "--output-dir", tmp_path, "--resume"]
-    with Live(*command, folder / start, "--log-every", "4", env=FLOAT64) as live:
-        live.wait_for("process.*x 48")
-        os.kill(rank1 := live.ranks()[1], signal.SIGUSR1)
-        os.kill(rank1, signal.SIGUSR1)
-        said = live.wait_for("stopped by a signal and saved")
-        assert live.end(60) != 0 and ours(live.err) == []
-        assert re.search(r"exitcode *: 85", "\n".join(live.err))
-    for newest in folders.whole_folders(tmp_path)[-1:]:
-        folders.main(newest, tmp_path / "last.pt")
-    snapshot = load(tmp_path / "last.pt")
-    assert said.startswith(f"epoch 3, step {snapshot['step']}: ") and 0 < snapshot["step"] < 15
+@pytest.fixture(scope="module")
+def stopped(once):
+    """Return a function that trains a script in two commands, once: to its (folder, result), the first's output in it.
 
-    result = good(run(*command, "auto", "--workers", "1", env=FLOAT64))
-    assert f"{snapshot['step']} steps of epoch 3 are done" in result.out
-    for newest in folders.whole_folders(tmp_path)[-1:]:
-        folders.main(newest, tmp_path / "last.pt")
-    assert same(load(tmp_path / "last.pt"), load(folder / "last.pt"))
-    for left, right in zip(epochs(whole.out)[2:], epochs(result.out), strict=True):
+    One of two processes gets two signals in the first epoch. Both commands save snapshots.
+    """
+    def train(script, folder):
+        command = [*RUNS[script], "--output-dir", folder]
+        with Live(*command, "--log-every", "4", env=STRICT | FLOAT64) as live:
+            live.wait_for("process.*x 48")
+            os.kill(rank1 := live.ranks()[1], signal.SIGUSR1)
+            os.kill(rank1, signal.SIGUSR1)
+            said = live.wait_for("stopped by a signal and saved")
+            assert live.end(60) != 0 and ours(live.err) == []
+            assert re.search(r"exitcode *: 85", "\n".join(live.err))
+        (folder / "said").write_text(said)
+        return run(*command, "--resume", "auto", "--workers", "1", env=STRICT | FLOAT64)
+
+    return lambda script: once(f"stopped {script}", lambda folder: train(script, folder))
+
+
+def file_of(folder):
+    """Return the last checkpoint of a run as a file; convert the newest folder of train_DCP.py."""
+    for newest in folders.whole_folders(folder)[-1:]:
+        folders.main(newest, folder / "last.pt")
+    return load(folder / "last.pt")
+
+
+@pytest.mark.parametrize(("script", "parent"), [
+    ("train_elastic.py", "train_DDP.py"), ("train_DCP.py", "train_FSDP.py")])
+def test_a_stopped_run_resumes_within_its_epoch(runs, stopped, script, parent):
+    """The second command loses and repeats no sample: the bits are those of the parent, which ran in one command."""
+    (folder, result), (whole, expected) = stopped(script), runs(parent)
+    step = re.search(r"^epoch 1, step (\d+): stopped", (folder / "said").read_text())[1]
+    assert 0 < int(step) < 15 and f"{step} steps of epoch 1 are done" in result.out
+    assert same(file_of(folder), load(whole / "last.pt"))
+    for left, right in zip(epochs(expected.out), epochs(result.out), strict=True):
         assert left == pytest.approx(right, abs=1.1e-4)  # the loss too is that of the whole epoch
 
 
 def test_one_line_says_what_the_run_is_and_one_each_epoch(runs):
-    names = "train.py", "train_DDP.py", "train_grad_accum.py"
+    names = "train.py", "train_DDP.py", "train_combined.py"
     out = {name: runs(name)[1].out.splitlines() for name in names}
     assert out["train.py"][0] == ("cpu: batch 96 = 1 process x 1 micro-batch x 96, lr 0.0375, "
                                   "84,778 of 84,778 parameters")
     assert "batch 96 = 2 process(es) x 1 micro-batch x 48" in out["train_DDP.py"][0]
-    assert "batch 96 = 2 process(es) x 5 micro-batches x 9.6" in out["train_grad_accum.py"][0]
+    assert "batch 96 = 2 process(es) x 5 micro-batches x 9.6" in out["train_combined.py"][0]
     for lines in out.values():
-        assert len(lines) == 4
-        assert all(line.startswith(f"epoch {number:3}/3  loss ") for number, line in enumerate(lines[1:], 1))
+        assert len(lines) == 3
+        assert all(line.startswith(f"epoch {number:3}/2  loss ") for number, line in enumerate(lines[1:], 1))
         assert all(re.search(r"lr [\d.]+  [\d.]+ s  [\d,]+ images/s$", line) for line in lines[1:])
 
 
 def test_one_process_shows_one_bar(runs):
     err = runs("train_mp.py")[1].err
     assert len(re.findall(r"epoch 2: +0%", err)) == 1
-    assert re.search(r"epoch 3: .*loss=\d\.\d{4}", err)
+    assert re.search(r"epoch 2: .*loss=\d\.\d{4}", err)
 
 
 def test_unused_parameters_are_looked_for_when_asked_for(runs):
-    """DDP warns if a model has none, so the warning shows in which run it searches."""
     complaint = "did not find any unused parameters"
-    assert complaint in runs("train_DDP.py on 3")[1].err
+    assert complaint in runs("train_mp.py")[1].err
     assert complaint not in runs("train_DDP.py")[1].err
 
 
@@ -123,7 +133,7 @@ def test_one_process_writes_each_file(runs):
         names = sorted(path.name for path in runs(name)[0].iterdir() if path.name != ".lock")
         events = [name for name in names if name.startswith("events.out.tfevents")]
         assert len(events) == 1
-        assert set(names) - set(events) == {"best.pt", "last.pt", "epoch-002.pt"}
+        assert set(names) - set(events) == {"best.pt", "last.pt", "epoch-001.pt", "epoch-002.pt"}
 
 
 def test_tensorboard_reads_every_scalar_and_the_arguments(runs):
@@ -138,7 +148,7 @@ def test_tensorboard_reads_every_scalar_and_the_arguments(runs):
     for tag, name in [("loss", "loss"), ("val_loss", "val_loss"), ("accuracy", "accuracy"), ("top5", "top5"),
                       ("learning_rate", "lr")]:
         events = log.Scalars(tag)
-        assert [event.step for event in events] == [1, 2, 3]
+        assert [event.step for event in events] == [1, 2]
         assert [event.value for event in events] == pytest.approx([line[name] for line in printed], abs=1e-4)
     text = log.Tensors("arguments/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size = 96" in text and "seed = 3" in text
@@ -150,7 +160,7 @@ def test_a_checkpoint_holds_plain_values_under_plain_names(runs):
         assert content.keys() == {"model", "optimizer", "scheduler", "epoch", "score", "best_score"}
         assert not any(key.startswith("module.") for key in content["model"])
         printed = [line["accuracy"] for line in epochs(runs(name)[1].out)]
-        assert content["epoch"] == 3 and content["score"] == pytest.approx(printed[-1], abs=1e-4)
+        assert content["epoch"] == 2 and content["score"] == pytest.approx(printed[-1], abs=1e-4)
         best = load(runs(name)[0] / "best.pt")
         assert best["score"] == content["best_score"] == pytest.approx(max(printed), abs=1e-4)
         assert best["epoch"] == printed.index(max(printed)) + 1
@@ -163,7 +173,7 @@ def shapes(content):
     return (content.shape, content.dtype) if isinstance(content, torch.Tensor) else content
 
 
-@pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py", "train_PP.py", "train_DCP.py"])
+@pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py", "train_PP.py"])
 def test_the_file_has_the_baselines_form_and_momentum(runs, script):
     """So every script loads it."""
     reference, variant = (load(runs(name)[0] / "last.pt") for name in ("train.py", script))
@@ -173,21 +183,20 @@ def test_the_file_has_the_baselines_form_and_momentum(runs, script):
         assert (values["momentum_buffer"] - other["momentum_buffer"]).abs().max() < 1e-11
 
 
-def test_a_folder_is_resumed_by_another_number_of_processes(runs, tmp_path):
+def test_a_folder_is_resumed_by_another_number_of_processes(runs, stopped, tmp_path):
     """Two processes write it within an epoch, and one process resumes; a newer, incomplete folder is ignored."""
-    folder, _ = runs("train_DCP.py")
-    shutil.copytree(folder / "snapshot-0000033", tmp_path / "snapshot-0000033")
+    shutil.copytree(stopped("train_DCP.py")[0] / "snapshot-0000024", tmp_path / "snapshot-0000024")
     (tmp_path / "step-0000099").mkdir()
     (tmp_path / "step-0000099/__0_0.distcp").write_bytes(b"torn")
     result = good(run(PYTHON, "train_DCP.py", *SAME, "--resume", "auto", "--output-dir", tmp_path, env=FLOAT64))
-    assert f"resume {tmp_path}/snapshot-0000033: 5 steps of epoch 3 are done" in result.out
-    good(run(PYTHON, "-m", "common.folders", tmp_path / "step-0000042", tmp_path / "last.pt"))
-    assert distance(tmp_path / "last.pt", folder / "last.pt") < 1e-11
+    assert f"resume {tmp_path}/snapshot-0000024: 10 steps of epoch 2 are done" in result.out
+    whole_file(tmp_path / "step-0000028", tmp_path / "last.pt")
+    assert distance(tmp_path / "last.pt", runs("train.py")[0] / "last.pt") < 1e-11
 
 
-def test_a_folder_that_could_execute_code_is_rejected(runs, tmp_path):
+def test_a_folder_that_could_execute_code_is_rejected(stopped, tmp_path):
     """Its .metadata is a pickle, which torch would load."""
-    bad = shutil.copytree(runs("train_DCP.py")[0] / "step-0000028", tmp_path / "step-0000028")
+    bad = shutil.copytree(stopped("train_DCP.py")[0] / "step-0000028", tmp_path / "step-0000028")
     marker = tmp_path / "executed"
     (bad / ".metadata").write_bytes(pickle.dumps(Executed(str(marker))))
     result = run(PYTHON, "train_DCP.py", "--resume", bad, "--output-dir", tmp_path)

@@ -2,10 +2,7 @@
 import json
 import shlex
 
-import pytest
-from conftest import RUNS, SAME, copy_out, replace_lines, run
-
-import verify
+from conftest import SAME, run
 
 
 def test_two_scripts_train_the_same_model(tmp_path):
@@ -21,17 +18,3 @@ def test_two_scripts_train_the_same_model(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["verdict"], report["cause"], report["steps"], report["ranks"]) == ("same", None, [3, 3], [1, 2])
     assert report["difference"] < 1e-12 and report["precision"] == "float64"
-
-
-@pytest.mark.drill
-def test_a_missing_set_epoch_is_named_with_its_step(runs, tmp_path):
-    script = copy_out("train_DDP.py", tmp_path / "copy")
-    replace_lines(script, {"        sampler.set_epoch(epoch)\n": ""})
-    command = [*RUNS["train_DDP.py"], "--epochs", "2", "--output-dir", tmp_path / "run"]
-    command = [script if part == "train_DDP.py" else part for part in command]
-    assert verify.record(shlex.join(map(str, command)), tmp_path / "steps", 300) is None
-    runs("train.py")
-    report = verify.compare(runs.steps("train.py"), tmp_path / "steps")
-    assert (report["cause"], report["step"], report["ranks"]) == ("set-epoch", 1, [1, 2]), report  # it stays at epoch 0
-    assert report["parameter"].endswith((".weight", ".bias"))
-    assert "the same samples in steps 1 and 15" in report["message"]

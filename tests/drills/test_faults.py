@@ -1,13 +1,10 @@
 """Interrupted runs: each ends with one line, leaves no process behind and loses nothing that was saved."""
 import contextlib
-import os
 import re
-import shutil
 import signal
-import subprocess
 
 import pytest
-from conftest import LAUNCH, PYTHON, ROOT, TORCHRUN, copy_out, epochs, good, load, replace_lines, run, same
+from conftest import LAUNCH, PYTHON, TORCHRUN, good, load, run
 from live import Live, ours
 
 LONG = ["--epochs", "1000", "--workers", "1", "--log-every", "2"]
@@ -48,67 +45,6 @@ def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, sta
         word = "interrupted" if sent == "SIGINT" else "terminated by SIGTERM"
         assert [line for line in live.err if line.strip()] == [f"{start}: error: {word}"]
         assert code == {"SIGINT": 130, "SIGTERM": 143}[sent]
-
-
-def test_torchrun_restarts_after_each_kill(tmp_path):
-    """The test sets the variable from train_elastic.py's docstring; without it, restarts fail in torch 2.15."""
-    docstring = (ROOT / "train_elastic.py").read_text().split('"""')[1]
-    name, value = re.search(r"export (\w+)=(\w+)", docstring).groups()
-    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", "train_elastic.py", *LONG, "--snapshot-every", "5",
-               "--resume", "auto", "--output-dir", tmp_path]
-    with Live(*command, env={name: value}) as live:
-        epoch = 1
-        for _ in range(3):
-            live.wait_for(f"^epoch +{epoch}/")
-            os.kill(live.ranks()[1], signal.SIGKILL)
-            epoch += 2  # once more: a line of an epoch from before the kill may still come
-        live.wait_for(f"^epoch +{epoch}/")
-        assert len(re.findall("^resume .*last.pt: ", live.said(), re.M)) == 3
-
-
-def test_a_loss_that_is_no_number_on_one_process_ends_all(tmp_path):
-    script = copy_out("train_DDP.py", tmp_path / "copy")
-    loss = "loss = criterion(parallel_model(normalize(images)), labels)"
-    replace_lines(script, {loss: f"{loss} / (1 - rank)"})
-    (script.parent / "last.pt").write_bytes(b"what was saved before")
-    result = run(*LAUNCH, "--nproc_per_node=2", script, "--epochs", "1", "--log-every", "1", "--workers", "0",
-                 "--output-dir", script.parent)
-    said, = ours(result.err.splitlines())
-    assert result.code == 1 and re.search("error: epoch 1, step 1: the loss is (nan|inf)", said)
-    assert (script.parent / "last.pt").read_bytes() == b"what was saved before"
-
-
-def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_checkpoint(tmp_path):
-    if os.geteuid():
-        pytest.skip("needs root, to mount a small file system")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    # one checkpoint, not two: best.pt and last.pt are one file
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1100k", "none", folder], check=True)
-    try:
-        command = [PYTHON, "train_elastic.py", "--epochs", "2", "--output-dir", folder, "--workers", "0"]
-        result = run(*command)
-        assert result.code == 1
-        lines = [line for line in result.err.splitlines() if line.strip()]
-        assert len(lines) == 1 and "cannot save" in lines[0], result.err
-        assert "earlier checkpoints are intact" in lines[0]
-        assert len(epochs(result.out)) == 1
-        kept = load(folder / "last.pt")
-        assert kept["epoch"] == 1 and not list(folder.glob(".*.tmp"))
-        shutil.copytree(folder, tmp_path / "large")
-    finally:
-        subprocess.run(["umount", folder], check=True)
-    good(run(*command[:-4], "--output-dir", tmp_path / "large", "--workers", "0", "--resume", "auto"))
-    good(run(*command[:-4], "--output-dir", tmp_path / "whole", "--workers", "0"))
-    assert same(load(tmp_path / "large/last.pt"), load(tmp_path / "whole/last.pt"))
-
-
-def test_a_killed_launcher_leaves_no_workers(tmp_path):
-    with Live(*STARTS["torchrun"], *LONG, "--output-dir", tmp_path) as live:
-        live.wait_for("^epoch +1/")
-        assert len(live.family()) >= 5  # the launcher, two processes, a loader's worker each
-        live.process.kill()
-        live.end(60)
 
 
 def test_one_output_folder_takes_one_run(tmp_path):

@@ -58,7 +58,8 @@ def test_a_checkpoint_of_the_device_names_it(whole):
 
 @pytest.mark.parametrize(("script", "options"), [
     *(pytest.param(script, [], marks=[pytest.mark.nightly] * (script not in ("train_DDP.py", "train_combined.py")))
-      for script in WHOLE), ("train_amp.py", ["--precision", "fp16", "--freeze-layers"])])
+      for script in WHOLE),
+    pytest.param("train_amp.py", ["--precision", "fp16", "--freeze-layers"], marks=pytest.mark.nightly)])
 def test_variants_train_the_same_model(whole, tmp_path, script, options):
     """The reference is train.py on the CPU or, for mixed precision, the same script on the CPU."""
     launch = command(script)
@@ -74,6 +75,7 @@ def test_variants_train_the_same_model(whole, tmp_path, script, options):
     assert load(folder / "last.pt")["score"] == load(tmp_path / "npy/last.pt")["score"]
 
 
+@pytest.mark.nightly
 def test_the_detector_trains_the_same_model(scenes, tmp_path):
     options = ["--dataset", "lines", "--data-path", scenes, "--epochs", "2", "--batch-size", "12", "--lr", "0.0003",
                "--workers", "0", "--output-dir"]  # not --multi-scale: torchvision rounds pixels as the device does
@@ -82,25 +84,6 @@ def test_the_detector_trains_the_same_model(scenes, tmp_path):
         good(run(*launch, *program, script, *options, tmp_path / name, env=FLOAT64))
     assert distance(tmp_path / "cpu/last.pt", tmp_path / "npy/last.pt") < 1e-11
     assert load(tmp_path / "cpu/last.pt")["score"] == load(tmp_path / "npy/last.pt")["score"]
-
-
-def test_a_device_with_an_index_becomes_the_current_one():
-    """The simulated device cannot show it, so a profile function records the call."""
-    program = """if True:
-        import simulated, sys, torch
-        from common import devices
-        kept, indices, code = simulated.register(), [], torch.accelerator.set_device_index.__code__
-        def note(frame, event, arg):
-            if event == "call" and frame.f_code is code:
-                indices.append(frame.f_locals["device"])
-        sys.setprofile(note)
-        devices.select_device("npy")
-        print(indices)
-        devices.select_device("npy:0")
-        sys.setprofile(None)
-        print(indices)"""
-    environment = {"PYTHONPATH": f"{PROGRAMS}:{FROM_ROOT['PYTHONPATH']}"}
-    assert good(run(PYTHON, "-c", program, env=environment)).out.split() == ["[]", "[0]"]
 
 
 def test_the_loader_delivers_to_the_device(tmp_path):

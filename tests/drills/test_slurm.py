@@ -1,12 +1,11 @@
 """train_DDP.py under a real srun, and the unchanged files of launch/, on a Slurm cluster with two nodes."""
-import json
 import re
 import subprocess
 import time
 
 import pytest
 import slurm
-from conftest import FROM_ROOT, PROGRAMS, PYTHON, REFERENCE, ROOT, distance, epochs, good, load, run, same
+from conftest import FROM_ROOT, PYTHON, REFERENCE, ROOT, distance, epochs, good, load, run, same
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")
 
@@ -69,10 +68,9 @@ def test_a_task_computes_with_the_cores_of_its_own_mask(environment):
     The masks are named so that two real cores are enough to see it.
     """
     both = srun(environment, "-N1", "-n2", "-c2", "--cpu-bind=mask_cpu:0x3,0x3")
-    said = good(both(PYTHON, PROGRAMS / "how_started.py")).out
-    tasks = sorted(map(json.loads, said.splitlines()), key=lambda task: task["RANK"])
-    assert [task["cores"] for task in tasks] == [2, 2]
-    assert [task["LOCAL_WORLD_SIZE"] for task in tasks] == ["2", "2"]
+    shown = ("import os; from common import launch; os.environ.update(launch.launch_environment()); "
+             "print(launch.cores_per_process(), os.environ['LOCAL_WORLD_SIZE'])")
+    assert good(both(PYTHON, "-c", shown)).out == "2 2\n" * 2
 
 
 class Job:

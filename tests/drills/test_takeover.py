@@ -2,12 +2,11 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 
 import pytest
 import yaml
-from conftest import PYTHON, REFERENCE, ROOT, TORCHRUN, distance, epochs, good, run
+from conftest import PYTHON, REFERENCE, ROOT, TORCHRUN, distance, epochs, free_port, good, run
 
 ARGUMENTS = REFERENCE[1:]
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -18,10 +17,7 @@ def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(referenc
     manifest = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
     _, script, *arguments = manifest["spec"]["trainer"]["command"]
     small = [*arguments, *ARGUMENTS, "--dataset=digits", "--model=cnn", "--weight-decay=1e-4"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    nodes = []
+    nodes, port = [], free_port()
     for rank in range(2):
         pet = dict(PET_NNODES="2", PET_NPROC_PER_NODE="1", PET_NODE_RANK=str(rank), PET_MASTER_ADDR="localhost",
                    PET_MASTER_PORT=str(port))

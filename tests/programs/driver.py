@@ -5,6 +5,7 @@
 FOLDER/jobs.json lists the loaders and what is done with each. Two processes are as on two hosts, each the first of its
 own: shares that went by LOCAL_RANK would be the same.
 """
+import gc
 import importlib
 import json
 import os
@@ -57,7 +58,7 @@ if __name__ == "__main__":
         args = module.parse_args()
         if not number:
             module.join_group(args)
-        result = {}
+        result, loader = {}, None
         try:
             loader = module.build_loader(args)
             result["length"] = len(loader)
@@ -69,4 +70,6 @@ if __name__ == "__main__":
             if job["action"] != "refused":
                 raise
             result["error"] = [type(error).__name__, str(error)]
-        torch.save(result, Path(folder, f"{job['name']}-{dist.get_rank()}.pt"))
+            del loader, error
+            gc.collect()  # or a process forked below would destroy what is left of its workers, and say so
+        torch.save(result, Path(folder, f"{number}-{dist.get_rank()}.pt"))

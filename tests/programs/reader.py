@@ -1,7 +1,8 @@
-"""Reads data as train_DDP.py does, and saves what came, epoch by epoch, to the folder that the command line names.
+"""Reads data as train_DDP.py does on two processes and on one, and saves what came, epoch by epoch, to a folder.
 
     PYTHONPATH=. torchrun --nproc-per-node=2 tests/programs/reader.py FOLDER
 """
+import itertools
 import os
 import sys
 
@@ -11,10 +12,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from common import datasets
 
 folder = sys.argv[1]
-rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+rank = int(os.environ["RANK"])
 full, _ = datasets.create_datasets("fake", "", 0, "")
 train_set = datasets.ArrayDataset("fake", full.images[:62], full.labels[:62], 7, augment=True)
-for workers in (0, 1, 2):
+for world_size, workers in itertools.product((1, 2)[rank:], (0, 1, 2)):
     sampler = DistributedSampler(train_set, world_size, rank, seed=7, drop_last=True)
     options = datasets.loader_options(workers, torch.device("cpu"), train_set)
     loader = DataLoader(train_set, 12 // world_size, sampler=sampler, drop_last=True, **options)

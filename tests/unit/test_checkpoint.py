@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from conftest import PROGRAMS, ROOT, same
+from conftest import ROOT, same
 
 from common import checkpoint, models
 from common.errors import ProcessError
@@ -224,10 +224,18 @@ def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch
     assert said.count("\n") == 1 and f"--output-dir {tmp_path}: " in said and "no locks" in said
 
 
+HOLD = """if True:
+    import fcntl, sys
+    file = open(sys.argv[1], "a+")
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    file.truncate(0), file.write(sys.argv[2]), file.flush()
+    print("held", flush=True), sys.stdin.read()"""
+
+
 def hold(folder, holder):
     """Return a process that holds the folder's lock, as a process that says it is `holder`, until its input ends."""
     pytest.importorskip("fcntl")  # Windows has none
-    process = subprocess.Popen([sys.executable, PROGRAMS / "hold.py", folder / ".lock", holder],
+    process = subprocess.Popen([sys.executable, "-c", HOLD, folder / ".lock", holder],
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     return process

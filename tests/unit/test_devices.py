@@ -67,6 +67,15 @@ def test_what_cannot_be_had_is_refused(asked, machine, count, group, said):
     assert f"--device {asked}: " in str(refused.value) and said in str(refused.value)
 
 
+def test_a_device_with_an_index_becomes_the_current_one(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", made.append)
+    monkeypatch.setattr(devices, "_choose", lambda name, local_rank: torch.device(name))
+    for name in ("cuda", "cuda:1"):
+        devices.select_device(name)
+    assert made == [1]
+
+
 def test_on_windows_a_group_is_on_the_cpu():
     """gloo would end the process there, at the first all-reduce of a CUDA tensor."""
     linux, windows = map(devices.device_types_in_groups, ("linux", "win32"))
@@ -212,3 +221,21 @@ def test_a_backend_that_cannot_work_is_refused(name, device_type, available, sai
 def test_gloo_is_refused_where_it_corrupts_gradients(options, version):
     with pytest.raises(UsageError, match=f"gloo on cuda: can corrupt gradients in torch {re.escape(version)}; use"):
         pick(**{"name": None, "device_type": "cuda", "default": "nccl", "version": version} | options)
+
+
+class Unpicklable(torch.Tensor):
+    """A tensor that reports when something pickles it."""
+
+    def __reduce_ex__(self, protocol):
+        raise AssertionError("the rows were pickled")
+
+
+def test_detections_are_gathered_without_pickling(tmp_path):
+    rows = torch.arange(15.0).reshape(5, 3)
+    assert reduce.gather_rows(rows) is rows
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert torch.equal(reduce.gather_rows(rows.as_subclass(Unpicklable)), rows)
+        assert reduce.gather_rows(rows[:0]).shape == (0, 3)
+    finally:
+        dist.destroy_process_group()

@@ -73,7 +73,9 @@ def test_a_number_that_is_not_finite_ends_the_run(value):
 @pytest.mark.parametrize(("variables", "said"), [({"TORCHELASTIC_RUN_ID": "none"}, "15\n"), ({}, "0\n")])
 def test_a_process_of_torchrun_ends_with_it(variables, said):
     """The kernel sends it SIGTERM when its parent ends. Without a launcher, a process outlives its shell."""
-    assert good(run(PYTHON, PROGRAMS / "launched.py", env=FROM_ROOT | variables)).out == said
+    shown = ("import ctypes; from common import launch; launch.end_with_launcher(); number = ctypes.c_int(); "
+             "ctypes.CDLL(None).prctl(2, ctypes.byref(number)); print(number.value)")  # PR_GET_PDEATHSIG
+    assert good(run(PYTHON, "-c", shown, env=FROM_ROOT | variables)).out == said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGUSR1 and no prctl")

@@ -1,4 +1,5 @@
 """A mistake in a command gives one line that names it, and exit code 2; these tests run without a launch."""
+import argparse
 import pickle
 import runpy
 import signal
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from common import models
+from common import cli, models
 
 # command: what its one line names; {tmp} is a folder with an empty folder, one without images, and a plain file
 MISTAKES = {
@@ -43,6 +44,9 @@ MISTAKES = {
     "train.py --output-dir {tmp}/file": ["--output-dir {tmp}/file"],
     "train_DDP.py --sync-bn --device cpu": ["--sync-bn", "cpu"],
     "train_grad_accum.py --accum-steps 65": ["--accum-steps 65", "64"],
+    "train_FSDP.py --replicas 3": ["--replicas 3: does not divide the 1 processes"],
+    "train_PP.py --model resnet18": ["--model: a pipeline needs a chain of layers: cnn, vit"],
+    "train_TP.py --model resnet18": ["--model: its layers are in no tensor plan; "],
     # and these when a checkpoint is read
     "train.py --resume {tmp}/resnet.pt": ["--resume {tmp}/resnet.pt", "model", "--model"],
     "train.py --weights {tmp}/resnet.pt": ["--weights {tmp}/resnet.pt", "no tensor in it matches"],
@@ -114,3 +118,18 @@ def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, comma
     assert line.startswith(f"{script}: error: ") and "epoch" not in out
     assert all(part.format(tmp=folder) in line for part in MISTAKES[command]), line
     assert not (folder / "ran").exists()  # no code in a checkpoint was run
+
+
+@pytest.mark.parametrize(("kind", "taken", "refused"), [
+    (cli.positive_int, ["1", "10"], ["0", "-1", "1.5", "one"]),
+    (cli.count, ["0", "1"], ["-1", "0.5"]),
+    (cli.positive, ["1e-30", "2"], ["0", "-1", "nan", "inf"]),
+    (cli.not_negative, ["0", "0.1"], ["-0.1", "nan", "inf"]),
+    (cli.fraction, ["0", "0.5", "1"], ["-0.01", "1.01", "nan"]),
+    (cli.port_number, ["1", "65535"], ["0", "65536"]),
+])
+def test_a_number_out_of_its_range_is_refused(kind, taken, refused):
+    assert [kind(text) for text in taken] == [float(text) for text in taken]
+    for text in refused:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text}' is not a"):
+            kind(text)

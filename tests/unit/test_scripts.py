@@ -50,6 +50,10 @@ def scalars(folder, tag):
     return log.Scalars(tag)
 
 
+def apart(left, right):
+    return max((left[name] - right[name]).abs().max() for name in left)
+
+
 def events(module, args, name):
     """Return how often the profiler of torch saw `name` in a run."""
     with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
@@ -232,6 +236,55 @@ def test_the_average_has_the_statistics_that_rank_0_sent(script, tmp_path, monke
     assert all((average[f"module.1.{name}"] == 7).all() for name in ("running_mean", "running_var"))
 
 
+def test_the_average_is_that_of_the_updates(script, tmp_path):
+    """Each epoch has one update, and its checkpoint contains the weights."""
+    module, args = script("train_combined", "--ema", "0.75", "--precision", "fp32", "--accum-steps", "1", "--epochs",
+                          "3", "--batch-size", "8", "--save-every", "1", "--lr", "1")
+    module.main(args)
+    first, *later = (load(tmp_path / f"epoch-{epoch:03}.pt") for epoch in (1, 2, 3))
+    average = first["model"]
+    for content in later:
+        average = {name: 0.75 * value + 0.25 * content["model"][name] for name, value in average.items()}
+    found = {name.removeprefix("module."): value for name, value in later[-1]["average"].items()}
+    assert apart(average, found) < 1e-6 and apart(first["model"], later[-1]["model"]) > 1e-3
+
+
+def test_every_micro_batch_has_the_scale_and_the_smoothing(script, tmp_path):
+    """fp16 differs from fp32 only by rounding; three micro-batches take the same step as one, smoothed or not."""
+    module, args = script("train_combined", "--lr", "1", "--batch-size", "8")
+
+    def train(*values):
+        args.precision, args.accum_steps, args.label_smoothing = values
+        module.main(args)
+        return load(tmp_path / "last.pt")["model"]
+
+    plain, half = train("fp32", 3, 0), train("fp16", 3, 0)
+    smooth, whole = train("fp32", 3, 0.3), train("fp32", 1, 0.3)
+    assert 1e-6 < apart(plain, half) < 3e-3
+    assert apart(smooth, whole) < 1e-6 and apart(plain, smooth) > 5e-3
+
+
+class Overflowing(torch.nn.CrossEntropyLoss):
+    """The gradient of its fifth loss in training overflows in fp16, but not the loss."""
+
+    calls = 0
+
+    def forward(self, outputs, labels):
+        self.calls += torch.is_grad_enabled()
+        total = outputs.float().sum() * 1e9 * (self.calls == 5)
+        return super().forward(outputs, labels) + total - total.detach()
+
+
+def test_an_overflow_in_one_micro_batch_skips_the_step(script, tmp_path, monkeypatch):
+    """The scale, the warm-up and the average agree on the steps that were taken: one of two."""
+    module, args = script("train_combined", "--precision", "fp16", "--accum-steps", "3", "--ema", "0.9", "--warm-up",
+                          "3", "--batch-size", "8", "--epochs", "2")
+    monkeypatch.setattr(module, "criterion", Overflowing())
+    module.main(args)
+    last = load(tmp_path / "last.pt")
+    assert last["scaler"]["scale"] == 32768 and last["warm_up"] == {"done": 1} and last["average"]["n_averaged"] == 1
+
+
 def test_evaluate_measures_the_average_of_a_checkpoint_too(script, capsys):
     module, args = script("train_combined", "--precision", "fp32", "--accum-steps", "1", "--ema", "0.5")
     module.main(args)
@@ -296,7 +349,7 @@ def test_gradients_are_clipped_before_the_step(script, tmp_path):
     module.main(args)
     torch.manual_seed(5)
     start, end = models.create_model("cnn", 10, (1, 28, 28)).state_dict(), load(tmp_path / "last.pt")["model"]
-    assert max((start[name] - end[name]).abs().max() for name in start) < 1e-9
+    assert apart(start, end) < 1e-9
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -316,6 +369,15 @@ def test_micro_batches_send_no_more_than_a_whole_batch(script):
     whole = events(module, args, "gloo:all_reduce")
     args.accum_steps = 4
     assert events(module, args, "gloo:all_reduce") == whole > 2
+
+
+def test_uneven_micro_batches_train_the_model_of_a_whole_batch(script, tmp_path):
+    module, args = script("train_grad_accum")
+    ends = []
+    for args.accum_steps in (1, 3):  # a batch of 4 has parts of 1 and 2 samples
+        module.main(args)
+        ends.append(load(tmp_path / "last.pt")["model"])
+    assert apart(*ends) < 1e-6
 
 
 def test_a_process_cannot_have_more_micro_batches_than_samples(script, monkeypatch):
