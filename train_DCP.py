@@ -162,7 +162,7 @@ def main(args):
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
 
     # new # DCP: elastic: a separate CPU group keeps the messages of saving apart from those of training
-    group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
+    cpu_group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
 
     # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
@@ -326,7 +326,7 @@ def main(args):
                 # new # DCP: elastic: save the shards in a folder named after the steps of all epochs
                 done = (epoch - 1) * len(train_loader) + step
                 values |= {"score": best_score, "best_score": best_score}
-                saving = save(folder, done, state, group, stager, saving, **values)
+                saving = save(folder, done, state, cpu_group, stager, saving, **values)
 
             # new # elastic: wait for the save: if one rank exits, the launcher kills the rest
             if stopping:
@@ -354,7 +354,7 @@ def main(args):
         # new # DCP: FSDP: save without gathering; prune() keeps the folder with the best score
         best_score = max(best_score, score)
         values = {"epoch": epoch, "score": score, "best_score": best_score}
-        saving = save(folder, epoch * len(train_loader), state, group, stager, saving, **values)
+        saving = save(folder, epoch * len(train_loader), state, cpu_group, stager, saving, **values)
 
         # new # DDP: only one process saves and prints
         if not reduce.is_main_process():

@@ -258,9 +258,9 @@ def main(args):
 
     # new # lm_CP: attention alone needs other positions than those of this process
     context_group = cube["context"].get_group()
-    order = context.order(args.length, context_group.size(), device)
-    model.positions = order[context_group.rank()]
-    model.attend = lambda *inputs: attend(context_group, order, *inputs)
+    positions = context.order(args.length, context_group.size(), device)
+    model.positions = positions[context_group.rank()]
+    model.attend = lambda *inputs: attend(context_group, positions, *inputs)
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:

@@ -53,9 +53,11 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
     """Create the folder for a checkpoint after `steps` steps; return it and this process's tensors for async_save.
 
     The folder is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER`
-    otherwise. Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in `state`.
-    Only rank 0 saves tensors that are not sharded, because BatchNorm's statistics differ between processes within an
-    epoch. All processes must call this.
+    otherwise. Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in
+    `state`. Only rank 0 saves the model's tensors that are not sharded, because BatchNorm's statistics differ
+    between processes within an epoch. A tensor on the meta device is saved by another process. torch writes a
+    tensor that several processes have, such as a tied embedding in a pipeline, only once. All processes must call
+    this.
     """
     path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))
@@ -68,8 +70,9 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
         except OSError as error:
             raise ProcessError(f"cannot save {path}: {reason(error)}; earlier folders are intact") from None
     dist.barrier()
-    return path, {"/".join(map(str, key)): value for key, value in flat.items() if shards.is_sharded(value)
-                  or isinstance(value, torch.Tensor) and is_main_process()}
+    return path, {"/".join(map(str, key)): value for key, value in flat.items()
+                  if isinstance(value, torch.Tensor) and not value.is_meta
+                  and (shards.is_sharded(value) or key[0] == "optimizer" or is_main_process())}
 
 
 def create_stager(device_type: str) -> Any:
@@ -195,7 +198,7 @@ def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:
             raise UsageError(f"--resume {path}: its {keys[0]} does not fit; check --model, --dataset, --freeze-layers")
         like = like.detach() if like.shape == outline.shape else torch.empty(outline.shape)
         places[keys] = tensors[name] = torch.empty_like(like, dtype=outline.dtype)
-    load(tensors, checkpoint_id=path)
+    load({name: tensor for name, tensor in tensors.items() if not tensor.is_meta}, checkpoint_id=path)
     return shards.nest(places)
 
 

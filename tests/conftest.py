@@ -47,6 +47,7 @@ SCRIPTS = [path.name for path in markers.scripts()
 # What a script needs to show its idea in a short run; a script that is not listed needs nothing
 OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_elastic.py": ["--snapshot-every", "5"],
            "train_DCP.py": ["--snapshot-every", "5"], "train_grad_accum.py": ["--accum-steps", "5"],
+           "train_lm_DCP.py": ["--snapshot-every", "5"],
            "train_combined.py": ["--precision", "fp32", "--accum-steps", "5", "--snapshot-every", "5"]}
 # What the commands of `runs` share. Processes and micro-batches divide a batch of 96 evenly or not: 48, 32, 9.6
 SAME = ["--epochs", "2", "--batch-size", "96", "--seed", "3", "--save-every", "1", "--workers", "0"]

@@ -1,9 +1,10 @@
 """The language scripts, as launched: the same model on any number of processes, and a text at the end."""
 import re
+import shutil
 
 import pytest
 import torch
-from conftest import FLOAT64, STRICT, command, distance, epochs, good, load, run, same
+from conftest import FLOAT64, STRICT, command, distance, epochs, good, load, run, same, whole_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,19 +47,24 @@ def trained(once):
     return train
 
 
+def agree(left, right):
+    """Assert that two checkpoints have the same weights, AdamW states and score, except for rounding."""
+    assert distance(left, right) < 1e-11
+    left, right = load(left), load(right)
+    assert left["warmup"] == right["warmup"] == {"done": 8} and left["score"] == pytest.approx(right["score"], rel=1e-9)
+    assert left["optimizer"]["state"].keys() == right["optimizer"]["state"].keys()
+    for number, values in left["optimizer"]["state"].items():
+        for key, value in values.items():
+            assert torch.allclose(value, right["optimizer"]["state"][number][key], rtol=1e-8, atol=1e-14)
+
+
 @pytest.mark.parametrize("name", [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_trains_the_model_of_one_process(trained, name):
     kind = ", clipped" if "--clip-norm" in STARTS[name] else ", experts" if "experts" in name else ""
     one, said = trained("one" + kind)
     several, said_too = trained(name)
     assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
-    assert distance(one / "last.pt", several / "last.pt") < 1e-11
-    left, right = (load(folder / "last.pt") for folder in (one, several))
-    assert left["warmup"] == right["warmup"] == {"done": 8} and left["score"] == pytest.approx(right["score"], rel=1e-9)
-    assert left["optimizer"]["state"].keys() == right["optimizer"]["state"].keys()
-    for number, values in left["optimizer"]["state"].items():
-        for key, value in values.items():
-            assert torch.allclose(value, right["optimizer"]["state"][number][key], rtol=1e-8, atol=1e-14)
+    agree(one / "last.pt", several / "last.pt")
     shown = [[re.sub(r"[\d.]+ s .*", "", line) for line in text.splitlines() if not line.startswith("no sample")]
              for text in (said.out, said_too.out)]
     assert shown[1][1:] == shown[0][1:len(shown[1])] and len(shown[1]) > 2
@@ -89,6 +95,28 @@ def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
     good(run(*command(script, processes), *OPTIONS, *options, "--output-dir", tmp_path, "--resume",
              trained(before)[0] / "epoch-001.pt", env=FLOAT64))
     assert distance(tmp_path / "last.pt", trained(before)[0] / "last.pt") < 1e-11
+
+
+MESHES = {"one": (1,), "pipeline 2": (2,), "context 2, tensor 2": (4, "--pipeline-parallel=1", "--tensor-parallel=2"),
+          "data 2, tensor 2": (4, "--pipeline-parallel=1", "--tensor-parallel=2", "--context-parallel=1"),
+          "interleaved, tensor 2": (4, "--tensor-parallel=2", "--chunks=2")}
+
+
+@pytest.mark.parametrize(("before", "after"), [("pipeline 2", "one"), *(pytest.param(*names, marks=pytest.mark.nightly)
+                         for names in [("pipeline 2", "data 2, tensor 2"), ("context 2, tensor 2", "pipeline 2"),
+                                       ("one", "interleaved, tensor 2"), ("interleaved, tensor 2", "one")])])
+def test_a_folder_fits_any_mesh(trained, once, tmp_path, before, after):
+    """A run stops in the middle of its last epoch, continues on another mesh, and ends as one process does."""
+    def start(mesh, folder):
+        processes, *options = MESHES[mesh]
+        return run(*command("train_lm_DCP.py", processes), *OPTIONS, *SILENT, *options, "--snapshot-every", "2",
+                   "--resume", "auto", "--output-dir", folder, env=STRICT | FLOAT64)
+
+    (one, said), (folder, _) = trained("one"), once(f"folder, {before}", lambda folder: start(before, folder))
+    shutil.copytree(folder / "snapshot-0000006", tmp_path / "snapshot-0000006")
+    assert epochs(good(start(after, tmp_path)).out) == epochs(said.out)[1:]
+    whole_file(tmp_path / "step-0000008", tmp_path / "last.pt")
+    agree(one / "last.pt", tmp_path / "last.pt")
 
 
 @pytest.mark.nightly

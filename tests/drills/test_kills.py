@@ -5,8 +5,8 @@ every kill, all processes of the launch must end by themselves. last.pt must be 
 include every reported epoch; the next start must resume from it. In the end, last.pt and best.pt must be bit-identical
 to those of the undisturbed run, including the optimizer state.
 
-train_DCP.py writes folders in the background. A kill may lose the one that is being written, but not the one before it,
-which is at most --snapshot-every steps older.
+Scripts with DCP write folders in the background. A kill may lose the one that is being written, but not the one before
+it, which is at most --snapshot-every steps older.
 """
 import contextlib
 import datetime
@@ -26,9 +26,11 @@ from live import Live
 from common import folders
 
 EPOCHS = 6
-STEPS, EVERY = 14, 5  # in an epoch of train_DCP.py, and between its snapshots
+DCP = {"train_DCP.py", "train_lm_DCP.py"}
+STEPS, EVERY = 14, 5  # in an epoch of these, and between their snapshots
 ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
-SPECIAL = {"train_amp.py": ["--batch-size", 480]}  # bf16 is slow on most CPUs
+SPECIAL = {"train_amp.py": ["--batch-size", 480],  # bf16 is slow on most CPUs
+           "train_lm_DCP.py": ["--windows", 1344, "--length", 16, "--sample", ""]}
 
 
 def position(folder: Path) -> tuple[int, int]:
@@ -84,7 +86,7 @@ def one_life(start: list, folder: Path, chance: random.Random) -> bool:
             found = (int(epoch) - 1, int(steps)) if steps else (int(epoch), 0)
             assert found == before, f"resumed from {found}, but {before} was saved\n{live.said()}"
         assert after >= before, f"the newest checkpoint went back from {before} to {after}\n{live.said()}"
-        if "train_DCP.py" in start:
+        if DCP & {*start}:
             reached = max([0, *(epoch * STEPS for epoch in done), *map(folders.steps_of, folders.all_folders(folder))])
             assert after[0] * STEPS + after[1] >= reached - EVERY, f"at step {reached}, {after} was the newest"
         else:
@@ -98,14 +100,15 @@ def undisturbed(start: list, folder: Path) -> None:
 
 
 def contents(folder: Path) -> list[dict]:
-    """Return the last and the best checkpoint of a run; of train_DCP.py, the last folder."""
+    """Return the last and the best checkpoint of a run; of DCP, the last folder."""
     for newest in folders.whole_folders(folder)[-1:]:
         folders.main(newest, folder / "last.pt")
     return [load(folder / name) for name in ("last.pt", "best.pt") if (folder / name).exists()]
 
 
 @pytest.mark.parametrize(("script", "kills"), [
-    ("train_elastic.py", 1), *(pytest.param(name, 5, marks=pytest.mark.nightly) for name in SCRIPTS)])
+    ("train_elastic.py", 1),
+    *(pytest.param(name, 5, marks=pytest.mark.nightly) for name in [*SCRIPTS, "train_lm_DCP.py"])])
 def test_nothing_is_lost_to_kills(tmp_path, script, kills):
     """At moments that differ from day to day."""
     start = [*command(script), *ARGUMENTS, *SPECIAL.get(script, [])]
