@@ -141,10 +141,13 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
         return content
     mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
-    whole: dict[tuple, Any] = {}
-    held: list[dict] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items()
-                                  if not is_sharded(value) or _first(value) == dist.get_rank()})
+    size = dist.get_world_size()
+    # what is sharded over all processes needs no announcement; a pipeline stage's first process announces the rest
+    whole = {path: _unshard(value) for path, value in mine.items()
+             if is_sharded(value) and value.device_mesh.size() == size}
+    held: list[dict] = [{} for _ in range(size)]
+    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items() if path not in whole
+                                  and not (is_sharded(value) and _first(value) != dist.get_rank())})
     for path in dict.fromkeys(path for paths in held for path in paths):
         owner, value = next(rank for rank, paths in enumerate(held) if path in paths), mine.get(path)
         whole[path] = _fetch(_unshard(value) if is_sharded(value) else value, owner, held[owner][path])
