@@ -104,6 +104,22 @@ def test_a_right_line_that_no_file_has_is_refused():
 
 
 @pytest.mark.drill
+def test_gloo_mixes_up_gradients_as_the_pitfall_says(tmp_path):
+    """If the first gradient is right, torch has fixed pitfall L6."""
+    trap, right = texts.read_traps(DOCS, MUTATIONS)["L6"], [[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]]
+    assert len(trap.wrong.splitlines()) <= 10
+    program, found = tmp_path / "gather.py", []
+    for lines in (trap.right.splitlines()[0], trap.right):
+        program.write_text(trap.wrong.replace(trap.right.splitlines()[0], lines))
+        shown = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", program],
+                               capture_output=True, text=True, timeout=180)
+        assert shown.returncode == 0, shown.stderr[-2000:]
+        found.append([ast.literal_eval(line) for line in shown.stdout.splitlines()])
+    assert found[1] == [right] * 2
+    assert found[0][0] != right and sorted(sum(found[0][0], [])) == sorted(sum(right, []))
+
+
+@pytest.mark.drill
 def test_what_how_it_works_says_can_be_seen():
     text = (DOCS / "how-it-works.md").read_text()
     commands = re.findall(r"```console\n(.*?)\n```", text)
@@ -128,4 +144,11 @@ def test_what_how_it_works_says_can_be_seen():
     assert len(errors) == 4 and max(map(float, errors)) < 1e-5
     idle = re.findall(r"idle (\S+), .* = (\S+)", shown.stdout)
     assert len(idle) == 3 and all(measured == formula for measured, formula in idle)
+    calls = re.findall(r"^(\w+) +(\d+) x (\S+) +(\S+) kB", shown.stdout, re.M)
+    assert [line for line in calls if line[2] != "all-reduce"] == [
+        ("data", "1", "all-gather", "65.8"), ("data", "4", "all-gather", "213.5"),
+        ("data", "1", "reduce-scatter", "65.8"), ("data", "2", "reduce-scatter", "213.5"),
+        ("tensor", "10", "all-gather", "131.1"), ("tensor", "10", "reduce-scatter", "131.1"),
+        ("context", "4", "all-gather", "131.1"), ("context", "4", "reduce-scatter", "131.1"),
+        ("pipeline", "2", "send", "65.5")]
     assert "reads [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]" in shown.stdout and "without .metadata: Ch" in shown.stdout

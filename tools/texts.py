@@ -18,7 +18,7 @@ CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Name.Decorator, "fu"), (pygments.token.Name.Builtin, "bu"),
     (pygments.token.Name.Exception, "bu"),
 ]
-TRAP = re.compile(r"([SDPEYF]\d+) (.+)")
+TRAP = re.compile(r"([SDPEYFL]\d+) (.+)")
 FIELDS = ["Symptom", "Cause", "Wrong", "Right", "Script", "Read"]
 OPTIONAL = {"Script", "Read"}
 PAGES = ["pitfalls.md", "one-process.md"]

@@ -2,7 +2,7 @@
 
     python docs/examples/see.py          # all of them
     python docs/examples/see.py ring     # one: traffic, ring, average, batchnorm, half, accumulate, shares, boxes,
-                                         # held, columns, pipeline or folder
+                                         # held, columns, pipeline, folder or ways
 """
 import contextlib
 import logging
@@ -11,6 +11,8 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DistributedSampler
 
 
@@ -279,6 +284,62 @@ def folder_of(rank, count):
         shutil.rmtree(paths[0])
 
 
+def ways():
+    """What each of 2 processes communicates in one step of a GPT, if they cut it in one of four ways."""
+    in_processes(2, ways_of)
+
+
+class Calls(TorchDispatchMode):
+    """Count the calls of each collective by the size of its whole tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # first, let it become collectives of plain tensors
+        result = function(*args, **kwargs or {})
+        kind = function.__name__.split(".")[0].strip("_").replace("allg", "all_g").replace("allr", "all_r")
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "send"):
+            if function.namespace in ("c10d", "_c10d_functional") and kind.startswith(name):
+                sizes = [sum(x.nbytes for x in tree_leaves(part) if isinstance(x, torch.Tensor)) for part in
+                         (*args[:2], result)]
+                self.found[name.replace("_", "-"), max(sizes)] += 1
+        return result
+
+
+def ways_of(rank, count):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import train_lm_4D as script
+    from common.language import context, gpt, stages
+
+    mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
+    group, order = mesh.get_group(), context.order(128, count, torch.device("cpu"))
+    tokens, labels = torch.randint(256, (2, 4, 128)).unbind()
+    for way in ("data", "tensor", "context", "pipeline"):
+        model, loss = gpt.GPT(gpt.Size(64, 2, 4, 4, 192), 256, end=0), gpt.loss
+        part = tokens[rank::count] if way == "data" else tokens
+        for block in [*model.model.layers, model] if way == "data" else []:
+            fully_shard(block, mesh=mesh)
+        if way == "tensor":
+            loss = script.criterion
+            parallelize_module(model, mesh, script.tensor_parallel.check_plan(model, script.PLAN, mesh))
+        if way == "context":
+            model.positions, model.attend = order[rank], lambda *inputs: script.attend(group, order, *inputs)
+        parts = stages.cut(model, count, count)[rank:rank + 1]
+        schedule = script.create_schedule(parts, 2, torch.device("cpu"), group, loss)
+        for _ in range(2):  # the first step of a pipeline also exchanges shapes
+            with loss_parallel(), Calls() as calls:
+                if way == "pipeline":
+                    schedule.step(*[tokens][:rank == 0], tokens=tokens, target=labels)
+                else:
+                    loss(model(part), model.part(labels[:len(part)])).backward()
+        for (name, size), times in sorted(calls.found.items()) if rank == 0 else []:
+            print(f"{way:9} {times:3} x {name:15} {size / 1000:7.1f} kB", flush=True)
+        dist.barrier()
+
+
 def in_turn(rank, count, line):
     """Print a line per process, in the order of their ranks."""
     for turn in range(count):
@@ -289,7 +350,7 @@ def in_turn(rank, count, line):
 
 def main():
     ideas = [traffic, ring, average, batchnorm, half, accumulate, shares, boxes, held, columns, pipeline,
-             folder]
+             folder, ways]
     chosen = [idea for idea in ideas if idea.__name__ in sys.argv[1:] or len(sys.argv) == 1]
     if not chosen:
         sys.exit(__doc__.strip())

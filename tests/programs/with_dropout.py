@@ -20,9 +20,9 @@ class Dropout(torch.nn.Dropout):
         return inputs * kept
 
 
-def create_model(name, num_classes, image_shape):
-    model = models.CNN(num_classes, image_shape)
-    model.hidden.append(Dropout())
+def create_model(name, num_classes, image_shape, create=models.create_model):
+    model = create(name, num_classes, image_shape)
+    (model.hidden if name == "cnn" else model.blocks).append(Dropout())
     return model
 
 

@@ -106,6 +106,15 @@ def test_a_stage_whose_layers_are_frozen_has_nothing_to_clip():
     assert shards.clip_grad_norm(frozen.parameters(), None) is None
 
 
+def test_a_copy_is_scaled_but_does_not_count(alone, tmp_path):
+    """As a tied embedding on the last stage: another stage counts its gradient."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    weight, copy = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    weight.grad, copy.grad = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
+    assert shards.clip_grad_norm([weight, copy], 1.0, dist.group.WORLD, [copy]) == 5
+    assert weight.grad.norm() == copy.grad.norm() == pytest.approx(1)
+
+
 @pytest.mark.parametrize(("options", "named"), [
     ((True, False), "--activation-checkpointing"), ((False, True), "--bf16")])
 def test_batchnorm_is_refused_where_it_would_be_wrong(options, named):
