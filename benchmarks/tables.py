@@ -150,6 +150,20 @@ def sharding_table(content: dict) -> str:
             + "\n\n" + table(["saves", "wait per checkpoint, s", "epoch, s", "relative to the epoch"], waits))
 
 
+def language_table(content: dict) -> str:
+    """Return a table of language.py's results."""
+    args, rows = content["arguments"], []
+    for name, row in content["table"].items():
+        reached = [number for number, loss in enumerate(content["losses"], 1) if loss <= row["val_loss"]]
+        rows.append([name, f"{row['parameters']:,}", around(row["tokens_per_second"], ",.0f"), around(row["relative"]),
+                     f"{row['val_loss']:.4f}", f"{reached[0]} of {args['epochs']}" if reached else "-"])
+    return ("Language (`python -m benchmarks.language`): "
+            + caption(content, count(args["epochs"] - 1, "round"), f"{args['length']} tokens per window",
+                      f"{args['epochs'] * (args['windows'] // args['batch_size']):,} steps")
+            + table(["what", "parameters", "tokens/s", "speed of train_lm.py, divided by this", "validation loss",
+                     "epochs in which train_lm.py reaches it"], rows))
+
+
 def ratio_table(contents: list[dict]) -> str:
     """Return one table with the ratios from all results of floor.py."""
     rows = []
@@ -169,7 +183,7 @@ def pages() -> dict[str, list[str]]:
     floors = read("floor")
     parts = [map(compare_table, read("compare")), [ratio_table(floors)], map(floor_table, floors),
              map(step_table, read("step")), map(memory_table, read("memory")),
-             map(sharding_table, read("sharding"))]
+             map(sharding_table, read("sharding")), map(language_table, read("language"))]
     return {"docs/speed.md": ["\n" + "\n\n".join(tables) + "\n\n" for tables in parts]}
 
 
