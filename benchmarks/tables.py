@@ -134,6 +134,19 @@ def memory_table(content: dict) -> str:
                      "peak in a step", "relative to DDP"], rows))
 
 
+def mesh_table(content: dict) -> str:
+    """Return a table of memory.py's results for the language model: of each launch, the largest process, in MiB."""
+    rows = []
+    for run in content["runs"]:
+        found = {when: max(sum(rank[when].values()) for rank in run["ranks"]) / 2**20 for when in ("held", "peak")}
+        cells = [(f"{found[when]:,.0f}", f"{run['predicted'][when] / 2**20:,.0f}") for when in ("held", "peak")]
+        rows.append([f"`{run['script']}`", run["processes"], run["length"], *cells[0], *cells[1]])
+    return ("Memory (`python -m benchmarks.memory`), MiB of the largest process: "
+            + caption(content, "1 launch")
+            + table(["script", "processes", "tokens per window", "held", "by the formula", "peak in a step",
+                     "by the formula"], rows))
+
+
 def sharding_table(content: dict) -> str:
     """Return the tables of sharding.py's results: the step, the bubble and the wait for a checkpoint."""
     speed, stages = content["steps"]["FSDP / DDP"], content["processes"]
@@ -182,9 +195,12 @@ def pages() -> dict[str, list[str]]:
     """Return {page: [the text between each pair of marks on it]}, all made from the committed results."""
     floors = read("floor")
     parts = [map(compare_table, read("compare")), [ratio_table(floors)], map(floor_table, floors),
-             map(step_table, read("step")), map(memory_table, read("memory")),
+             map(step_table, read("step")),
+             [memory_table(content) for content in read("memory") if content["arguments"]["dataset"] != "tokens"],
              map(sharding_table, read("sharding")), map(language_table, read("language"))]
-    return {"docs/speed.md": ["\n" + "\n\n".join(tables) + "\n\n" for tables in parts]}
+    meshes = [mesh_table(content) for content in read("memory") if content["arguments"]["dataset"] == "tokens"]
+    return {"docs/speed.md": ["\n" + "\n\n".join(tables) + "\n\n" for tables in parts],
+            "docs/scaling.md": ["\n" + "\n\n".join(meshes) + "\n\n"]}
 
 
 def fill(page: Path, parts: list[str], marks: tuple[str, str] = MARKS) -> None:
