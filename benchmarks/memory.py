@@ -44,7 +44,7 @@ def divide(sizes: dict[int, int], parts: dict[str, set[int]]) -> dict[str, int]:
 
 
 def predict(size: gpt.Size, script: str, processes: int, batch_size: int, length: int) -> dict[str, int]:
-    """Return the bytes that a process of a language script holds, and those at the peak, by docs/scaling.md's formula."""
+    """Return the bytes that a process of a language script holds and its peak, by the formula of docs/scaling.md."""
     with torch.device("meta"):
         model = gpt.GPT(size, text.GPT2)
     parameters, rows = sum(each.numel() for each in model.parameters()), len(model.model.embed_tokens.weight)
@@ -123,8 +123,8 @@ def main() -> None:
             (ROOT / args.data_path).mkdir(parents=True, exist_ok=True)
             torch.zeros(2**16, dtype=torch.uint16).numpy().tofile(ROOT / args.data_path / f"{part}.bin")
         task = [*measure.task_of(args, 1), "--sample", "", "--windows", str(STEPS * args.batch_size)]
-        turns = [(script, processes, length) for length in args.length or [128] for script, counts in MESHES.items()
-                 for processes in counts]
+        turns = [(script, processes, length) for script, counts in MESHES.items() for processes in counts
+                 for length in args.length or [128]]
     for script, processes, length in tqdm(turns, "launches", disable=None):
         words = [*script.split(), *task, *(["--length", str(length)] if length else [])]
         ranks, _ = measure.launch_and_read(processes, "benchmarks.memory", "watch", *words, "--workers", "0",
