@@ -112,6 +112,7 @@ def main() -> None:
                 partial(read_iterations, steps, tokens))
         for _, name in tqdm(measure.in_turns(list(contenders), args.epochs - 1), "turns", disable=None):
             contenders[name].turn(1, long=0)
+            tqdm.write(f"{name}: {contenders[name].speeds[-1]:,.0f} tokens/s")
         for contender in contenders.values():
             contender.finish()
     finally:

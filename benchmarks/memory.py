@@ -52,7 +52,9 @@ def predict(size: gpt.Size, script: str, processes: int, batch_size: int, length
     numbers = size.layers * ((9 * size.width + 4 * size.hidden) // tensor + 2 * size.width) + 3 * rows // tensor
     tokens, shards = batch_size * length * tensor // processes, processes if "TP" in script else 1
     held = 16 * parameters // shards
-    return {"held": held, "peak": held * (3 if "DDP" not in script else 4) // 4 + 4 * numbers * tokens}
+    embedding, kind = 4 * rows * size.width // tensor, script.split()[0][8:-3]
+    at_loss = held * (4 if kind == "_DDP" else 3) // 4 + 4 * numbers * tokens + (kind == "_TP") * embedding
+    return {"held": held, "peak": max(at_loss, held + {"": 2, "_DDP": 3, "_TP": 4}[kind] * embedding)}
 
 
 def watch(script: str, *arguments: str) -> None:

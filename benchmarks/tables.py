@@ -62,7 +62,7 @@ def caption(content: dict, rounds: str, *task: str) -> str:
     """Return the line above a table: task, hardware, versions, and the number of `rounds`."""
     args, where = content["arguments"], content["machine"]
     task = ", ".join([args["dataset"], args["model"], f"batch {args['batch_size']}", *task])
-    threads = f", {content['threads']} threads" if "threads" in content and not where["gpu"] else ""
+    threads = f", {count(content['threads'], 'thread')}" if "threads" in content and not where["gpu"] else ""
     return (f"{task}; {where['gpu'] or where['cpu']}, {where['cores']} cores ({where['vectors']}){threads}, torch "
             f"{where['torch']}, commit {where['commit']}, {where['date']}; median of {rounds} (lowest to highest):\n\n")
 
