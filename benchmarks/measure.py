@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from common.datasets import DATASETS
 from common.models import MODELS
 
 LONG = 5  # seconds; the scripts print times to 0.01 s
-EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* accuracy (?P<accuracy>[\d.]+))?.* (?P<seconds>[\d.]+) s  "
-                   r"(?P<speed>[\d,]+) images/s(?:  (?P<peak_mib>[\d,]+) MiB)?\n?")
+EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* val_loss (?P<val_loss>[\d.]+))?(?:.* accuracy (?P<accuracy>[\d.]+))?.* "
+                   r"(?P<seconds>[\d.]+) s  (?P<speed>[\d,]+) (?:images|tokens)/s(?:  MFU \d+%)?"
+                   r"(?:  (?P<peak_mib>[\d,]+) MiB)?\n?")
 
 
 def make_parser(doc: str, epochs: int, batch_size: int, rounds: int | None = None,
@@ -54,7 +55,8 @@ def task_of(args, epochs: int) -> list[str]:
 
 def training_scripts() -> list[str]:
     """Return the names of the scripts that train train.py's models, train.py first."""
-    return sorted(path.name for path in ROOT.glob("train*.py") if not path.name.startswith("train_yolov3"))
+    others = "train_yolov3", "train_lm"
+    return sorted(path.name for path in ROOT.glob("train*.py") if not path.name.startswith(others))
 
 
 def launch(processes: int, target: str, *arguments: str) -> list[str]:
@@ -109,16 +111,20 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 class Contender:
-    """One launch, paused after its first epoch except during its turns; each epoch trains on `images` images."""
+    """One launch, paused after its first epoch except during its turns; each epoch trains on `images` images or tokens.
 
-    def __init__(self, command: list[str], images: int, threads: int | None = None):
-        self.command, self.images, self.speeds, self.between = command, images, [], []
+    `read` finds the epochs in its output.
+    """
+
+    def __init__(self, command: list[str], images: int, threads: int | None = None, cwd: Path = ROOT,
+                 read: Callable[[Iterable[str]], Iterator[dict[str, float]]] = read_epochs):
+        self.command, self.images, self.speeds, self.between, self.losses = command, images, [], [], []
         self.errors = tempfile.TemporaryFile("w+")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
         begin = time.perf_counter()
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+        self.process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=self.errors, text=True,
                                         env=environment)
-        self.epochs = read_epochs(self.process.stdout)
+        self.epochs = read(self.process.stdout)
         try:
             first = self._next_epoch()
         except BaseException:  # Ctrl-C too: the caller does not have this object yet
@@ -127,11 +133,11 @@ class Contender:
         self.start_up = time.perf_counter() - begin - first["seconds"]
         self.paused_at = self._signal(psutil.Process.suspend)
 
-    def turn(self, epochs: int) -> None:
+    def turn(self, epochs: int, long: float = LONG) -> None:
         """Run for `epochs` epochs and record the median of their images/s.
 
-        The process was paused early in the first of these epochs. If that epoch takes more than LONG seconds, the pause
-        is subtracted from its time. Otherwise, the epoch is discarded and one more runs.
+        The process was paused early in the first of these epochs. If that epoch takes more than `long` seconds, the
+        pause is subtracted from its time. Otherwise, the epoch is discarded and one more runs.
         """
         paused = time.perf_counter() - self.paused_at
         self._signal(psutil.Process.resume)
@@ -142,12 +148,19 @@ class Contender:
             now = time.perf_counter()
             whole = epoch["seconds"] <= now - last  # otherwise, its time includes the pause
             seconds = epoch["seconds"] if whole else epoch["seconds"] - paused
-            if speeds or whole or seconds > LONG:  # both numbers are rounded: use the one with more digits
+            if speeds or whole or seconds > long:  # both numbers are rounded: use the one with more digits
                 speeds.append(self.images / seconds if seconds > LONG else epoch["speed"])
                 self.between.append(now - last - seconds)
             last, paused = now, 0
         self.paused_at = self._signal(psutil.Process.suspend)
         self.speeds.append(spread(speeds)["median"])
+
+    def finish(self) -> None:
+        """Run until the launch ends by itself; exit if it fails."""
+        self._signal(psutil.Process.resume)
+        list(self.epochs)
+        if self.process.wait():
+            self._next_epoch()
 
     def end(self) -> None:
         """Kill the launch: its command asks for more epochs than are needed."""
@@ -157,6 +170,7 @@ class Contender:
 
     def _next_epoch(self):
         for epoch in self.epochs:
+            self.losses.append(epoch.get("val_loss"))
             return epoch
         self.errors.seek(0)
         sys.exit(f"{' '.join(self.command)} ended early:\n{self.errors.read()}")

@@ -2,6 +2,7 @@
 
     python -m benchmarks.memory                                             # vit_base
     python -m benchmarks.memory --model vit --processes 2 --scripts train_DDP.py train_FSDP.py
+    python -m benchmarks.memory --model gpt_124m --batch-size 4 --length 128 1024     # the meshes of the language model
 
 The benchmark launches each script on a CPU, follows the storage of every tensor, and ends the launch after the third
 step. It reports the peak of the third step: momentum and DDP's final buckets exist only after the first two. The
@@ -24,10 +25,14 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.storages import Storages
-from benchmarks.tables import memory_table, path_of, save
-from common import checkpoint, cli, endings
+from benchmarks.tables import ROOT, memory_table, mesh_table, path_of, save
+from common import checkpoint, cli, endings, models
+from common.language import gpt, text
+from common.reduce import get_world_size
 
 SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
+MESHES = {"train_lm.py": [1], "train_lm_DDP.py": [2, 4], "train_lm_TP.py --tensor-parallel 1": [2, 4],
+          "train_lm_TP.py --tensor-parallel 2": [2, 4]}  # scripts and processes for the language model
 STEPS = 3
 
 
@@ -38,8 +43,28 @@ def divide(sizes: dict[int, int], parts: dict[str, set[int]]) -> dict[str, int]:
         "other": sum(sizes.values())}
 
 
+def predict(size: gpt.Size, script: str, processes: int, batch_size: int, length: int) -> dict[str, int]:
+    """Return the bytes that a process of a language script holds and its peak, by the formula of docs/scaling.md."""
+    with torch.device("meta"):
+        model = gpt.GPT(size, text.GPT2)
+    parameters, rows = sum(each.numel() for each in model.parameters()), len(model.model.embed_tokens.weight)
+    tensor = int(script.split()[-1]) if "tensor" in script else 1
+    numbers = size.layers * ((9 * size.width + 4 * size.hidden) // tensor + 2 * size.width) + 3 * rows // tensor
+    tokens, shards = batch_size * length * tensor // processes, processes if "TP" in script else 1
+    held = 16 * parameters // shards
+    embedding, kind = 4 * rows * size.width // tensor, script.split()[0][8:-3]
+    at_loss = held * (4 if kind == "_DDP" else 3) // 4 + 4 * numbers * tokens + (kind == "_TP") * embedding
+    return {"held": held, "peak": max(at_loss, held + {"": 2, "_DDP": 3, "_TP": 4}[kind] * embedding)}
+
+
 def watch(script: str, *arguments: str) -> None:
-    """Run a script in this process for STEPS steps; rank 0 prints the memory of every rank as JSON."""
+    """Run a script in this process for STEPS steps; rank 0 prints the memory of every rank as JSON.
+
+    In a language script, matrix products return zeros, because only their memory counts.
+    """
+    if script.startswith("train_lm"):
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("mm", lambda one, other: one.new_zeros(len(one), other.shape[1]), "CPU")
     storages, steps, resume = Storages(), itertools.count(1), checkpoint.resume
     start: list[int] = []
 
@@ -70,10 +95,11 @@ def watch(script: str, *arguments: str) -> None:
         parts = {"weights": numbers(weights), "buckets": gradients if in_buckets else set(), "gradients": gradients,
                  "optimizer": numbers(tree_leaves(list(optimizer.state.values())))}
         mine = {"start": start[0], "held": divide(storages.sizes(), parts), "peak": divide(storages.peak, parts)}
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
+        every = [mine] * get_world_size()
+        if dist.is_initialized():
+            dist.all_gather_object(every, mine)
+            dist.destroy_process_group()
         measure.show(every)
-        dist.destroy_process_group()
         sys.exit()
 
     register_optimizer_step_pre_hook(note)
@@ -84,23 +110,35 @@ def watch(script: str, *arguments: str) -> None:
 
 
 def main() -> None:
-    parser = measure.make_parser(__doc__, epochs=1, batch_size=32)
+    parser = measure.make_parser(__doc__, epochs=1, batch_size=32, models=[*models.MODELS, *gpt.SIZES])
     parser.add_argument("--processes", nargs="+", type=cli.positive_int, default=[1, 2, 4], help="of each launch")
     parser.add_argument("--scripts", nargs="+", choices=measure.training_scripts(), default=SCRIPTS, help="to launch")
+    parser.add_argument("--length", nargs="+", type=cli.positive_int, default=[], help="tokens in a window")
     parser.set_defaults(model="vit_base", device="cpu")
     args = parser.parse_args()
     where = measure.machine(torch.device(args.device), "train*.py", "common", "benchmarks/*.py")
-    runs = []
-    turns = [(script, processes) for processes in args.processes for script in args.scripts]
-    for script, processes in tqdm(turns, "launches", disable=None):
-        ranks, _ = measure.launch_and_read(processes, "benchmarks.memory", "watch", script, *measure.task_of(args, 1),
-                                           "--workers", "0", "--output-dir", f"runs/memory/{script}")
-        runs.append({"script": script, "processes": processes, "ranks": ranks})
+    runs, task, turns = [], measure.task_of(args, 1), [(script, processes, None) for processes in args.processes
+                                                       for script in args.scripts]
+    if args.model in gpt.SIZES:
+        args.dataset, args.data_path = "tokens", "runs/memory"
+        for part in ("train", "val"):
+            (ROOT / args.data_path).mkdir(parents=True, exist_ok=True)
+            torch.zeros(2**16, dtype=torch.uint16).numpy().tofile(ROOT / args.data_path / f"{part}.bin")
+        task = [*measure.task_of(args, 1), "--sample", "", "--windows", str(STEPS * args.batch_size)]
+        turns = [(script, processes, length) for script, counts in MESHES.items() for processes in counts
+                 for length in args.length or [128]]
+    for script, processes, length in tqdm(turns, "launches", disable=None):
+        words = [*script.split(), *task, *(["--length", str(length)] if length else [])]
+        ranks, _ = measure.launch_and_read(processes, "benchmarks.memory", "watch", *words, "--workers", "0",
+                                           "--output-dir", f"runs/memory/{words[0]}")
+        runs.append({"script": script, "processes": processes, "length": length, "ranks": ranks})
+        if length:
+            runs[-1]["predicted"] = predict(gpt.SIZES[args.model], script, processes, args.batch_size, length)
         peak = ranks[0]["start"] / 2**20
         tqdm.write(f"{script} on {processes}: rank 0 held at most {peak:.1f} MiB before training")
         content = {"machine": where, "arguments": vars(args), "runs": runs}
         save(path_of("memory", where, args.dataset, args.model), content)
-    print(memory_table(content))
+    print((mesh_table if args.model in gpt.SIZES else memory_table)(content))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def caption(content: dict, rounds: str, *task: str) -> str:
     """Return the line above a table: task, hardware, versions, and the number of `rounds`."""
     args, where = content["arguments"], content["machine"]
     task = ", ".join([args["dataset"], args["model"], f"batch {args['batch_size']}", *task])
-    threads = f", {content['threads']} threads" if "threads" in content and not where["gpu"] else ""
+    threads = f", {count(content['threads'], 'thread')}" if "threads" in content and not where["gpu"] else ""
     return (f"{task}; {where['gpu'] or where['cpu']}, {where['cores']} cores ({where['vectors']}){threads}, torch "
             f"{where['torch']}, commit {where['commit']}, {where['date']}; median of {rounds} (lowest to highest):\n\n")
 
@@ -134,6 +134,19 @@ def memory_table(content: dict) -> str:
                      "peak in a step", "relative to DDP"], rows))
 
 
+def mesh_table(content: dict) -> str:
+    """Return a table of memory.py's results for the language model: of each launch, the largest process, in MiB."""
+    rows = []
+    for run in content["runs"]:
+        found = {when: max(sum(rank[when].values()) for rank in run["ranks"]) / 2**20 for when in ("held", "peak")}
+        cells = [(f"{found[when]:,.0f}", f"{run['predicted'][when] / 2**20:,.0f}") for when in ("held", "peak")]
+        rows.append([f"`{run['script']}`", run["processes"], run["length"], *cells[0], *cells[1]])
+    return ("Memory (`python -m benchmarks.memory`), MiB of the largest process: "
+            + caption(content, "1 launch")
+            + table(["script", "processes", "tokens per window", "held", "by the formula", "peak in a step",
+                     "by the formula"], rows))
+
+
 def sharding_table(content: dict) -> str:
     """Return the tables of sharding.py's results: the step, the bubble and the wait for a checkpoint."""
     speed, stages = content["steps"]["FSDP / DDP"], content["processes"]
@@ -148,6 +161,20 @@ def sharding_table(content: dict) -> str:
             + f"\n\nA step of `train_FSDP.py` is {around(speed)} times as fast as one of `train_DDP.py`.\n\n"
             + table([f"`train_PP.py`, {stages} stages", "bubble by the formula", "share of idle time"], bubbles)
             + "\n\n" + table(["saves", "wait per checkpoint, s", "epoch, s", "relative to the epoch"], waits))
+
+
+def language_table(content: dict) -> str:
+    """Return a table of language.py's results."""
+    args, rows = content["arguments"], []
+    for name, row in content["table"].items():
+        reached = [number for number, loss in enumerate(content["losses"], 1) if loss <= row["val_loss"]]
+        rows.append([name, f"{row['parameters']:,}", around(row["tokens_per_second"], ",.0f"), around(row["relative"]),
+                     f"{row['val_loss']:.4f}", f"{reached[0]} of {args['epochs']}" if reached else "-"])
+    return ("Language (`python -m benchmarks.language`): "
+            + caption(content, count(args["epochs"] - 1, "round"), f"{args['length']} tokens per window",
+                      f"{args['epochs'] * (args['windows'] // args['batch_size']):,} steps")
+            + table(["what", "parameters", "tokens/s", "speed of train_lm.py, divided by this", "validation loss",
+                     "epochs in which train_lm.py reaches it"], rows))
 
 
 def ratio_table(contents: list[dict]) -> str:
@@ -168,9 +195,12 @@ def pages() -> dict[str, list[str]]:
     """Return {page: [the text between each pair of marks on it]}, all made from the committed results."""
     floors = read("floor")
     parts = [map(compare_table, read("compare")), [ratio_table(floors)], map(floor_table, floors),
-             map(step_table, read("step")), map(memory_table, read("memory")),
-             map(sharding_table, read("sharding"))]
-    return {"docs/speed.md": ["\n" + "\n\n".join(tables) + "\n\n" for tables in parts]}
+             map(step_table, read("step")),
+             [memory_table(content) for content in read("memory") if content["arguments"]["dataset"] != "tokens"],
+             map(sharding_table, read("sharding")), map(language_table, read("language"))]
+    meshes = [mesh_table(content) for content in read("memory") if content["arguments"]["dataset"] == "tokens"]
+    return {"docs/speed.md": ["\n" + "\n\n".join(tables) + "\n\n" for tables in parts],
+            "docs/scaling.md": ["\n" + "\n\n".join(meshes) + "\n\n"]}
 
 
 def fill(page: Path, parts: list[str], marks: tuple[str, str] = MARKS) -> None:
