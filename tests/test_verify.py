@@ -2,12 +2,14 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import FROM_ROOT, PROGRAMS, ROOT
+from conftest import FROM_ROOT, PROGRAMS, ROOT, command, copy_out, replace_lines, run
 
 import verify
 from verify.comparing import Failure, printed_differ
@@ -243,3 +245,44 @@ def test_only_an_order_that_is_shuffled_must_change(shuffled, cause):
              {"event": "epoch", "shuffled": shuffled}]
     found = new_order(Run("the run", [(0, 2 * epoch)]), None)
     assert (found and found[0]) == cause
+
+
+LANGUAGE = ["--epochs", "1", "--batch-size", "12", "--windows", "26", "--length", "32", "--sample", "", "--device",
+            "cpu", "--document-mask", "--workers", "0"]
+
+
+def verify_meshes(scripts, folder, cwd=ROOT):
+    """Return what verify says about two scripts for language models; the second has two processes."""
+    commands = [[*command(script), *LANGUAGE, "--output-dir", folder / script] for script in scripts]
+    said = run(sys.executable, "-m", "verify", *[shlex.join(map(str, words)) for words in commands], cwd=cwd,
+               env=FROM_ROOT)
+    return said.out
+
+
+@pytest.mark.parametrize("scripts", [("train_lm.py", "train_lm_CP.py"), *(
+    pytest.param(pair, marks=pytest.mark.nightly) for pair in [
+        ("train_lm.py", "train_lm_TP.py"), ("train_lm.py", "train_lm_4D.py"), ("train_lm_CP.py", "train_lm_TP.py")])])
+def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
+    said = verify_meshes(scripts, tmp_path)
+    assert re.search(r"^same: 2 steps, greatest relative difference \S+e-1[3-6]$", said, re.M), said
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("file", "right", "wrong", "cause", "fact"), [
+    ("train_lm_CP.py", "            labels = model.part(labels)", "            labels = labels[:, :args.length // 2]",
+     "uneven-mean", "so the loss differs, such as its labels"),
+    ("common/language/gpt.py", "angles = positions[:, None]", "angles = every[:len(positions), None]", "forward",
+     "the output of model.layers.0.self_attn.o_proj differs"),
+    ("train_lm_CP.py", "        dist.reduce_scatter(part, parts, group=ctx.group)",
+     "        part = parts[ctx.group.rank()]", "no-backward", "so the backward pass differs"),
+    ("train_lm_4D.py", "            stages.sum_tied(model, group)\n", "", "partial",
+     "two copies of model.embed_tokens.weight in B"),
+    ("train_lm_CP.py", "normalize(images)), labels)\n", "normalize(images)), labels) / context_group.size()\n", "scale",
+     "0.5 times")])
+def test_a_wrong_line_of_a_mesh_is_named(tmp_path, file, right, wrong, cause, fact):
+    script = file if file.startswith("train") else "train_lm_CP.py"
+    copy_out(script, tmp_path / "copy")
+    shutil.copy(ROOT / "train_lm.py", tmp_path / "copy")
+    replace_lines(tmp_path / "copy" / file, {right: wrong})
+    said = verify_meshes(("train_lm.py", script), tmp_path, tmp_path / "copy")
+    assert f"\ncause: {cause}: " in said and fact in said, said

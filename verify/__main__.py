@@ -70,8 +70,9 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
         if module and report["cause"] in ("uneven-mean", "unknown"):
             report |= {"cause": "forward", "message": f"the output of {module} differs: {REMEDIES['forward']}"}
         elif module is not None:
+            part = "loss differs, such as its labels" if report["cause"] == "uneven-mean" else "backward pass differs"
             report["message"] += "\n" + (f"the first module whose output differs is {module}" if module else
-                                          "the outputs of all modules agree, so the backward pass differs")
+                                          f"the outputs of all modules agree, so the {part}")
     return report
 
 

@@ -10,7 +10,8 @@ REMEDIES = {
     "start": "set the same seed on every rank before you create the model, and wrap the model in DDP",
     "not-averaged": "call the DDP wrapper, not the model inside it; run the last micro-batch outside no_sync() "
                     "(pitfall P12)",
-    "partial": "sum the gradients over these ranks before the step, as for norms between split layers",
+    "partial": "sum the gradients over these ranks before the step, as for norms between split layers and for "
+               "copies of a tied weight",
     "rank-lr": "call scheduler.step() on every rank, with a metric that is reduced over all ranks (pitfall P15)",
     "set-epoch": "call sampler.set_epoch(epoch) at the start of every epoch (pitfall D1)",
     "scale": "average over ranks instead of summing; divide each micro-batch's loss by the number of micro-batches "
@@ -332,9 +333,11 @@ def unmatched(rows, others, pairs):
     for side, held in enumerate((rows, others)):
         matched = [pair[side] for pair in pairs]
         for row in (row for row in held if not any(row is other for other in matched)):
-            twin = [other for other in matched if other.shape == row.shape and equal(other.start, row.start)]
+            twin = [pair for pair in pairs if pair[side].shape == row.shape and equal(pair[side].start, row.start)]
             if twin:  # such as an embedding that two stages of a pipeline share
-                cause = "clip" if proportional([(twin[0], row)] * 2) else "not-averaged"
+                sums = [x + y for x, y in zip(twin[0][side].grad, row.grad)]
+                cause = "partial" if equal(sums[1:], twin[0][1 - side].grad[1:]) else "not-averaged"
+                cause = "clip" if proportional([(twin[0][side], row)] * 2) else cause
                 return cause, f"two copies of {row.name} in {'AB'[side]} have different gradients"
     return "unknown", f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
 
