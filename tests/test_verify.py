@@ -259,9 +259,10 @@ def verify_meshes(scripts, folder, cwd=ROOT):
     return said.out
 
 
-@pytest.mark.parametrize("scripts", [("train_lm.py", "train_lm_CP.py"), *(
-    pytest.param(pair, marks=pytest.mark.nightly) for pair in [
-        ("train_lm.py", "train_lm_TP.py"), ("train_lm.py", "train_lm_4D.py"), ("train_lm_CP.py", "train_lm_TP.py")])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("scripts", [
+    ("train_lm.py", "train_lm_CP.py"), ("train_lm.py", "train_lm_TP.py"), ("train_lm.py", "train_lm_4D.py"),
+    ("train_lm_CP.py", "train_lm_TP.py")])
 def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
     said = verify_meshes(scripts, tmp_path)
     assert re.search(r"^same: 2 steps, greatest relative difference \S+e-1[3-6]$", said, re.M), said
