@@ -33,7 +33,7 @@ from common.recipe import WarmUp
 # new # lm_CP
 from common.language import context
 
-# new # lm_4D: PP: without what FSDP imports
+# new # lm_4D: PP: FSDP has imported the rest
 from common import pipeline
 from common.language import stages
 

@@ -103,7 +103,7 @@ class Trunk(nn.Module):
 
 
 class Logits(nn.Module):
-    """The last layer, (N, T, width) -> (N, T, vocabulary). Its weight is the embedding's, too, if the model is tied."""
+    """The last layer, (N, T, width) -> (N, T, vocabulary); in a tied model, its `weight` is the embedding's."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -234,8 +234,10 @@ def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperatu
     weight = model.model.embed_tokens.weight
     if not prompt:
         return ""
-    if len(weight) != 256 or "forward" in vars(model):
-        return "no sample: write one with train_lm.py --evaluate" if len(weight) == 256 else "no sample: no bytes"
+    if len(weight) != 256:
+        return "no sample: the tokens are not bytes"
+    if "forward" in vars(model):  # that of a pipeline, for whole batches
+        return "no sample: write one with train_lm.py --evaluate"
     model.eval()
     divided = model.positions, model.attend
     model.positions, model.attend = None, attend

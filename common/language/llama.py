@@ -94,7 +94,7 @@ def _library(option: str) -> Any:
 
 
 def _read(path: str) -> dict[str, Tensor]:
-    """Return the tensors of a file in safetensors, or of all files of a folder."""
+    """Return the tensors of a .safetensors file, or of all such files in a folder."""
     library, index = _library(f"--weights {path}"), Path(path, "model.safetensors.index.json")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}

@@ -78,6 +78,8 @@ def test_every_block_is_in_one_stage(grid):
         parts = stages.cut(model, count, 5)
         assert [block for part in parts for block in part.blocks] == [*model.model.layers]
         assert all(len(part.blocks) for part in parts)
+        assert [part.embed_tokens is not None for part in parts] == [True] + [False] * (count - 1)
+        assert [part.last for part in parts] == [False] * (count - 1) + [True]
     with pytest.raises(UsageError, match="^6 pipeline stages: the model has only 5 blocks"):
         stages.cut(model, 6, 2)
     with pytest.raises(UsageError, match="^--chunks 2: a pipeline of one process has one stage"):
