@@ -102,6 +102,12 @@ def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
     assert distance(tmp_path / "last.pt", trained(before)[0] / "last.pt") < 1e-11
 
 
+def test_a_folder_has_the_model_of_one_process(trained, tmp_path):
+    good(run(*command("train_lm_DCP.py"), *OPTIONS, "--output-dir", tmp_path, env=STRICT | FLOAT64))
+    whole_file(tmp_path / "step-0000008", tmp_path / "last.pt")
+    agree(trained("one")[0] / "last.pt", tmp_path / "last.pt")
+
+
 MESHES = {"one": (1,), "pipeline 2": (2,), "context 2, tensor 2": (4, "--pipeline-parallel=1", "--tensor-parallel=2"),
           "data 2, tensor 2": (4, "--pipeline-parallel=1", "--tensor-parallel=2", "--context-parallel=1"),
           "interleaved, tensor 2": (4, "--tensor-parallel=2", "--chunks=2")}

@@ -13,9 +13,8 @@ from live import Live, ours
 import verify
 from common import folders
 
-# At night. A test below stops and resumes the first two, train_combined.py has the third's lines, and a drill resumes
-# on three processes
-NIGHTLY = ["train_elastic.py", "train_DCP.py", "train_grad_accum.py", "train_DDP.py on 3"]
+# At night. A test below stops and resumes the first two, and a drill resumes on three processes
+NIGHTLY = ["train_elastic.py", "train_DCP.py", "train_DDP.py on 3"]
 # A new script is here without being named. Not exact by its idea: train_amp.py, see test_precision.py
 EXACT = [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY), id=name)
          for name in RUNS if name not in ("train.py", "train_amp.py")]
