@@ -284,7 +284,7 @@ def main(args):
 
     # new # lm
     groups = models.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95))
+    optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
