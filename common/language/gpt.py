@@ -162,7 +162,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """
     causal = mask is None and q.shape[2] == k.shape[2]
     mask = causal_lower_right(q.shape[2], k.shape[2]) if mask is None and not causal else mask
-    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    if k.shape[1] < q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
 
 
