@@ -216,12 +216,13 @@ def utilization(model: GPT, length: int, speed: float, device: torch.device) -> 
     """
     ask = getattr(torch.get_device_module(device), "get_device_name", None)
     peak = find_peak(ask(device)) if ask and device.type != "cpu" else None
-    return f"  MFU {operations(model, length) * speed / peak / get_world_size():.0%}" if peak else ""
+    return f"  MFU {operations(model, length) * speed / peak:.0%}" if peak else ""
 
 
 def find_peak(name: str) -> float | None:
-    """Return the peak in PEAKS of the device `name`, in FLOP/s."""
-    return next((peak * 1e12 for pattern, peak in PEAKS.items() if re.search(rf"\b{pattern}\b", name)), None)
+    """Return the sum over all processes of the peak in PEAKS of the device `name`, in FLOP/s."""
+    peaks = (peak for pattern, peak in PEAKS.items() if re.search(rf"\b{pattern}\b", name))
+    return next((peak * 1e12 * get_world_size() for peak in peaks), None)
 
 
 @torch.no_grad()

@@ -84,3 +84,7 @@ def test_every_block_is_in_one_stage(grid):
         stages.cut(model, 6, 2)
     with pytest.raises(UsageError, match="^--chunks 2: a pipeline of one process has one stage"):
         stages.cut(model, 2, 1)
+
+
+def test_two_processes_have_the_peak_of_two_devices(grid):
+    assert gpt.find_peak("NVIDIA A100-SXM4-80GB") == 2 * 312e12
