@@ -168,7 +168,7 @@ def right(row, program):
 
 
 def table(rows, found):
-    """Return the table of docs/verify.md, and what verify got wrong."""
+    """Return the table of docs/verify.md as Markdown, and a line with the cases that verify got wrong."""
     correct, wrong = ([row for row in rows if bool(row["bug"]) == kind] for kind in (False, True))
     answers = [right(row, found[row["program"]]) for row in wrong]
     public = {link for row in wrong
@@ -177,10 +177,10 @@ def table(rows, found):
     factor = statistics.median(row["seconds"] / row["plain_seconds"] for row in correct)
     last = sum(row["cause"] in ("random", "unknown") for row in wrong)
     cells = {"correct programs": len(correct), "false alarms": sum(row["verdict"] != "same" for row in correct),
-             "wrong lines": len(wrong), "public issues": len(public), "seen": sum(seen for seen, _ in answers),
-             "cause right": sum(cause for _, cause in answers), "`random` or `unknown`": last,
+             "bugs": len(wrong), "public issues": len(public), "bugs detected": sum(seen for seen, _ in answers),
+             "cause correct": sum(cause for _, cause in answers), "`random` or `unknown`": last,
              "seconds (median)": f"{statistics.median(row['seconds'] for row in rows):.0f}",
-             "times the plain runs": f"{factor:.1f}"}
+             "time / time of plain runs": f"{factor:.1f}"}
     text = tables.table(list(cells), [list(cells.values())])
     misses = [f"`{row['bug'] or row['program']}` ({row['cause'] or row['verdict']})" for row in rows
               if not all(right(row, found[row["program"]]))]
