@@ -27,7 +27,7 @@ VERDICTS = {0: "STAYED GREEN", 1: "red", 5: "NO SUCH TEST"}  # pytest's exit cod
 def try_out(mutation: texts.Mutation) -> tuple[str, str, float]:
     """Put a pitfall back and run its test, if any; return (verdict, the first error that pytest reports, seconds)."""
     if not mutation.test.startswith("tests/"):
-        return f"no test: {mutation.test}", "", 0.0
+        return f"no test: {mutation.test.removeprefix('none: ')}", "", 0.0
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "repository")
@@ -72,10 +72,11 @@ def report(rows: list[tuple[texts.Mutation, str, str, float]]) -> None:
     import torch
 
     red = sum(verdict == "red" for _, verdict, _, _ in rows)
-    lines = ["# Every pitfall put back", "",
-             f"`python tools/mutate.py` on Python {platform.python_version()}, torch {torch.__version__}: of "
-             f"{len(rows)} mutations, {red} were caught by the test that tools/mutations.txt names.", "",
-             "| pitfall | in | test | result | seconds |", "|---|---|---|---|---:|"]
+    lines = ["# Does a test detect each pitfall?", "",
+             "Each mutation puts one pitfall back into a copy of the repository. If the test that tools/mutations.txt",
+             f"names then fails, the result is `red`: {red} of {len(rows)} mutations. Measured with",
+             f"`python tools/mutate.py` on Python {platform.python_version()} and torch {torch.__version__}.", "",
+             "| pitfall | file | test | result | seconds |", "|---|---|---|---|---:|"]
     for mutation, verdict, _, seconds in rows:
         test = f"`{mutation.test}`" if mutation.test.startswith("tests/") else "-"
         lines.append(f"| {mutation.name} | `{mutation.file}` | {test} | {verdict} | {seconds:.0f} |")
