@@ -20,7 +20,7 @@ from torch import Tensor
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
-LOCK_SECONDS = 100  # an NFSv4 server drops the locks of a crashed host when the host's lease ends: 90 s on Linux
+LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when the host's lease expires, 90 s on Linux
 
 REQUIRED = {"model", "optimizer", "scheduler", "epoch", "score", "best_score"}  # the keys of every checkpoint
 
@@ -30,8 +30,8 @@ _locks: list[TextIO] = []  # keeps the lock files open: closing one would releas
 def make_folder(path: str | Path, lock: bool = True) -> Path:
     """Create the output folder `path` if needed and return it; raise UsageError if that fails.
 
-    With `lock`, the main process locks it until it exits, and rejects a folder that another run has locked. A loader
-    worker that briefly outlives the main process does not hold the lock.
+    With `lock`, the main process locks the folder until the process exits, and raises UsageError if another run has
+    locked it. A loader worker that briefly outlives the main process does not hold the lock.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def _lock(path: str | Path, file: TextIO) -> TextIO:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):  # Lustre without -o flock: ENOSYS; NFS: ENOLCK
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # ENOSYS on Lustre without -o flock, ENOLCK on NFS
                 print(f"--output-dir {path}: its file system has no locks ({error.strerror}); a second run there will "
                       "not be detected", file=sys.stderr)
                 return file
@@ -79,7 +79,7 @@ def _lock(path: str | Path, file: TextIO) -> TextIO:
 
 
 def _kernel() -> str:
-    """Return an ID for the current boot of this host; a lock file with the same ID belongs to a live process."""
+    """Return an ID of this host's current boot; a lock whose file contains the same ID is held by a live process."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -95,7 +95,7 @@ def collect(state: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tensors, on the CPU."""
+    """Return a copy of `value` (nested dicts, lists and tensors) with all tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -104,10 +104,10 @@ def copied(value: Any) -> Any:
 
 
 def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[str] = ()) -> None:
-    """Write `content`, from collect(), to the other `names` in the folder of `path`, then to `path`, each atomically.
+    """Write `content`, from collect(), atomically to each of `names` in the folder of `path`, and then to `path`.
 
     The content goes to a temporary file, which is flushed to disk and renamed, so a crash leaves either the old file or
-    the new one. The other names are hard links, or copies if the file system does not support links. Raises
+    the new one. Each of `names` becomes a hard link, or a copy if the file system does not support links. Raises
     ProcessError if the file cannot be written (disk full, no permission).
     """
     temporary, other = (Path(path).with_name(f".{Path(path).name}.{kind}") for kind in ("tmp", "link"))
@@ -117,7 +117,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
             file.flush()
             os.fsync(file.fileno())
         for name in names:
-            other.unlink(missing_ok=True)  # a killed run may have left one
+            other.unlink(missing_ok=True)  # a killed run may have left this file
             _link(temporary, other)
             os.replace(other, other.with_name(name))
         os.replace(temporary, path)
@@ -164,7 +164,7 @@ class BackgroundWriter:
 def load_file(option: str, path: str | Path) -> dict[str, Any]:
     """Return the dict that `torch.save` wrote to `path`, with its tensors on the CPU.
 
-    The file may contain only tensors and plain values, so loading executes no code. torch maps the file into memory:
+    The file may contain only tensors and plain values, so loading executes no code. torch maps the file into memory, so
     the processes of a host share one copy of its pages (`mmap` in
     https://docs.pytorch.org/docs/stable/generated/torch.load.html). Copy any tensor that must outlive the file. Raises
     UsageError, naming `option`, if the file is missing, incomplete or in another format.
@@ -196,14 +196,14 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best score so far or -inf).
 
     `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). Any script may have written
-    the checkpoint: optional parts that it lacks, such as a `scaler`, stay unchanged. The optimizer uses this command's
-    learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress` receives its
-    value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected. `take(part, saved)`
-    returns the state that the object `part` loads, given its `saved` state; by default, a copy. `read(path)` returns
-    the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if the checkpoint does not fit or
-    differs between processes.
+    the checkpoint: optional objects that are not in it, such as a `scaler`, stay unchanged. The optimizer uses this
+    command's learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress`
+    receives its value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected.
+    `take(part, saved)` returns the state that the object `part` loads, given its `saved` state. By default, this is a
+    copy. `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if the
+    checkpoint does not fit or differs between processes.
     """
-    for group in state["optimizer"].param_groups:  # record this command's rate, which not every scheduler records
+    for group in state["optimizer"].param_groups:  # record this command's rate: some schedulers do not
         group.setdefault("initial_lr", group["lr"])
     if path == "auto":
         path = Path(output_dir, "last.pt")
@@ -248,7 +248,7 @@ def _restore(path: str | Path, checkpoint: dict[str, Any], state: dict[str, Any]
 
 
 def _keep_settings(state: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
-    """Reset a restored optimizer to this command's `settings`; return the changes: ["lr from 0.1 to 0.2"].
+    """Reset a restored optimizer to this command's `settings`; return the changes, such as ["lr from 0.1 to 0.2"].
 
     A momentum that the scheduler changes, as OneCycleLR does, keeps the checkpoint's value.
     """

@@ -7,8 +7,9 @@ The scripts accept any dataset with a length and one of these methods:
 
 The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). So a loader does not need
 to collate samples. `uint8` has a quarter of the bytes of `float32`, so batches reach the device faster. On the device,
-`Normalize` converts only `uint8` images. A dataset may have these attributes; the scripts also find them inside torch's
-Subset and ConcatDataset:
+`Normalize` converts `uint8` images to floats and leaves other inputs unchanged.
+
+A dataset may have these attributes; the scripts also find them inside torch's Subset and ConcatDataset:
 
 - `set_epoch(epoch)`: the scripts call it before each epoch. Loader workers stay alive between epochs only if they can
   read the new epoch from a tensor `epoch` in shared memory. In this module, augmentation depends only on `(seed, epoch,
@@ -83,8 +84,8 @@ def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Pa
 class ArrayDataset:
     """A dataset in memory: `images`, `uint8` of shape (N, C, H, W), and `labels`, `int64` of shape (N,).
 
-    With `augment`, it pads each image by 4 black pixels. Then it crops the image to its original size, at a random
-    position, and flips it at random (He et al. 2015, arXiv:1512.03385, section 4.2).
+    With `augment`, it pads each side of an image with 4 black pixels. Then it crops the image to its original size at a
+    random position and flips it horizontally at random (He et al. 2015, arXiv:1512.03385, section 4.2).
     """
 
     def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:
@@ -128,7 +129,7 @@ class ArrayDataset:
 
 
 class FolderDataset:
-    """Labeled image files, decoded on access: a batch is images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
+    """Labeled image files, decoded on access: batches of images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
 
     With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training.
     Without `augment`, it resizes the image to 256 pixels and crops its center. Raises ProcessError, naming the file, if
@@ -139,7 +140,7 @@ class FolderDataset:
     image_shape = (3, 224, 224)
 
     def __init__(self, samples: list[tuple[str, int]], num_classes: int, seed: int, augment: bool = False) -> None:
-        # Arrays, not lists: workers update a list's reference counts, and so would copy its memory page by page
+        # Arrays, not lists: workers would update a list's reference counts, which copies its memory page by page
         self.paths = np.array([os.fsencode(path) for path, _ in samples])
         self.labels = torch.tensor([label for _, label in samples])
         self.num_classes, self.seed, self.augment = num_classes, seed, augment
@@ -293,9 +294,9 @@ def loader_options(workers: int | None, device: torch.device, dataset: object) -
 
     By default, `workers` is this process's share of the host's cores minus one, but at most the dataset's
     `most_workers`, or 8 if the dataset has no such attribute. Workers stay alive between epochs, unless they would then
-    miss `set_epoch`. Batches are pinned if the device can copy them while the CPU continues. Copies with `non_blocking`
-    are safe only from pinned batches: on MPS, such a copy can read memory that has already been reused (pytorch issue
-    189690).
+    miss `set_epoch`. Batches are pinned if the device can copy them while the CPU continues. `non_blocking` copies are
+    safe only from pinned batches: on MPS, a copy from an unpinned batch can read memory that has already been reused
+    (pytorch issue 189690).
     """
     if workers is None:
         most = _attribute(dataset, "most_workers")

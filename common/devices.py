@@ -125,11 +125,13 @@ def choose_algorithms(deterministic: bool, device: torch.device) -> None:
     """Configure a GPU for bit-identical results in every run if `deterministic`, and for speed otherwise.
 
     `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html: it selects deterministic
-    algorithms and fixes the cuBLAS workspace. Call it before anything uses cuBLAS. Operations without a deterministic
-    version raise an error. Raises UsageError on MPS, because max-pooling's backward pass has no deterministic version
-    there (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). For speed, float32
-    matrix products use TF32, as convolutions do by default, and cuDNN searches for the fastest convolution for each new
-    shape. A CPU keeps its settings, because some CPUs would use TF32, too.
+    algorithms and fixes the cuBLAS workspace. Call this function before anything uses cuBLAS. Operations
+    without a deterministic version raise an error. Raises UsageError on MPS, because max-pooling's backward pass has no
+    deterministic version there
+    (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
+
+    For speed, float32 matrix products use TF32, as convolutions do by default, and cuDNN searches for the fastest
+    convolution for each new shape. On a CPU, nothing is set, because some CPUs would use TF32, too.
     """
     if deterministic and device.type == "mps":
         raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")

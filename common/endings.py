@@ -1,4 +1,4 @@
-"""How a run ends: an expected error prints one line on standard error; any other error prints its full traceback."""
+"""How a run ends. An expected error prints one line on standard error; any other error prints its full traceback."""
 import atexit
 import contextlib
 import logging
@@ -24,7 +24,7 @@ PATIENCE = 10  # seconds: a process that only lost a connection waits this long 
 # From torch/utils/data/_utils/signal_handling.py; an error in a dataset says "Caught ... in DataLoader worker" instead
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
 # Messages of gloo, the store and NCCL about a lost peer. Under NCCL, torch's watchdog usually ends the process first,
-# with SIGABRT, so that nothing in this file runs: docs/operations.md
+# with SIGABRT, so nothing in this file runs (see docs/operations.md)
 LATE = re.compile(r"timed? ?out", re.I)
 PEER_LOST = re.compile(rf"{LATE.pattern}|connection (was )?(closed|reset|refused)|broken pipe|unreachable|"
                        "no route to host|remote process exited", re.I)
@@ -38,7 +38,7 @@ def end_at_once() -> None:
     """Make this process exit at once when its script is done; every process with a device mesh calls this.
 
     torch's caches keep meshes and their groups alive, so gloo's threads outlive destroy_process_group(). If such a
-    thread still had a tensor, Python would abort at its exit: docs/pitfalls.md, E15.
+    thread still had a tensor, Python would abort at exit (docs/pitfalls.md, E15).
     """
     _when_done[:] = [0]
 
@@ -72,7 +72,7 @@ def lost_the_others(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """Run a script in this context: it prints one line for each expected failure and sets the exit code.
+    """Run a script in this context, which prints one line for an expected failure and sets the exit code.
 
     If all processes know the cause, the main process reports it. Otherwise, the process that failed reports it, with
     its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
@@ -90,7 +90,7 @@ def report_errors() -> Iterator[None]:
         signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the job does not ignore Ctrl-C
         signal.signal(signal.SIGINT, _interrupt)
-    codes: list[int] = []  # the exit code, if any; this exit handler, registered first, runs after those of the script
+    codes: list[int] = []  # the exit code, if any; the handler below is registered first, so it runs last
     atexit.register(lambda: _exit_at_once(codes[0]) if codes else None)
     try:
         yield
@@ -176,7 +176,7 @@ def _wait_to_be_ended() -> None:
 
 
 def _where(error: BaseException) -> str:
-    """Return the line of the script that was running, as "line 187: ", or "" if the error is not from the script."""
+    """Return the line of the script that raised the error, as "line 187: ", or "" if the script is not involved."""
     numbers = [number for frame, number in traceback.walk_tb(error.__traceback__)
                if os.path.basename(frame.f_code.co_filename) == os.path.basename(sys.argv[0])]
     return f"line {numbers[-1]}: " if numbers else ""

@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint: one folder per checkpoint, with one file per process.
 
 torch writes `.metadata` last: a folder without it is incomplete. `.metadata` is a pickle, which torch loads without
-restrictions. So this module checks every folder first: `.metadata` may name only the classes below, and all entries
+restrictions. So this module checks every folder first: `.metadata` may name only the classes in ALLOWED. All entries
 must be tensors, because torch would unpickle any other entry. The rest of a run's state is in `values.json`.
 
     python -m common.folders runs/step-0000220 last.pt    # writes one file, which every other script can load
@@ -53,11 +53,10 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
     """Create the folder for a checkpoint after `steps` steps; return it and this process's tensors for async_save.
 
     The folder is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER`
-    otherwise. Rank 0 writes everything that is not a tensor: `values`, and the rest of each `state_dict()` in
-    `state`. Only rank 0 saves the model's tensors that are not sharded, because BatchNorm's statistics differ
-    between processes within an epoch. A tensor on the meta device is saved by another process. torch writes a
-    tensor that several processes have, such as a tied embedding in a pipeline, only once. All processes must call
-    this.
+    otherwise. Rank 0 writes everything that is not a tensor, in `values` and in each `state_dict()` of `state`. Only
+    rank 0 saves the model's tensors that are not sharded, because BatchNorm's statistics differ between processes
+    within an epoch. A tensor on the meta device is saved by another process. torch writes a tensor that several
+    processes have, such as a tied embedding in a pipeline, only once. All processes must call this.
     """
     path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))
@@ -88,7 +87,7 @@ def create_stager(device_type: str) -> Any:
 
 
 def wait(saving: Any) -> None:
-    """Wait until the last async_save, if any, has committed its folder; raise ProcessError if it failed."""
+    """Wait until the last async_save, if any, has completed its folder; raise ProcessError if it failed."""
     try:
         if saving is not None:
             saving.result()
@@ -107,7 +106,7 @@ def all_folders(output_dir: Path) -> list[Path]:
 
 
 def whole_folders(output_dir: Path) -> list[Path]:
-    """Return the committed folders, oldest first."""
+    """Return the complete folders, oldest first."""
     return [path for path in all_folders(output_dir) if (path / ".metadata").exists()]
 
 
@@ -119,8 +118,8 @@ def steps_of(path: Path) -> int:
 def reject_newer(output_dir: Path, steps: int) -> None:
     """Raise UsageError if a complete folder is newer than step `steps`, at which this run starts.
 
-    prune() would keep that folder instead of one from this run. There are three causes: the folder is from another
-    run, this run resumes from an older checkpoint, or its batch is larger, so that an epoch has fewer steps.
+    prune() would keep that folder instead of one from this run. There are three causes: the folder is from another run,
+    this run resumes from an older checkpoint, or this run uses larger batches, so that an epoch has fewer steps.
     """
     if (found := whole_folders(output_dir)) and steps_of(found[-1]) > steps:
         raise UsageError(f"--output-dir {output_dir}: contains {found[-1].name}, newer than step {steps}, where this "
@@ -128,12 +127,12 @@ def reject_newer(output_dir: Path, steps: int) -> None:
 
 
 def prune(output_dir: Path) -> None:
-    """On rank 0, delete all folders older than the newest two committed ones, except the folder of the best epoch."""
+    """On rank 0, delete all folders older than the newest two complete ones, except the folder of the best epoch."""
     found = whole_folders(output_dir) if is_main_process() else []
     if len(found) < 3:
         return
     scores = {path: dict((key[0], value) for key, value in _values(path) if len(key) == 1)["score"] for path in found
-              if path.name.startswith("step-")}  # a snapshot has no score
+              if path.name.startswith("step-")}  # snapshots are not evaluated
     best = max(scores, key=lambda path: scores[path], default=None)
     everything = all_folders(output_dir)
     for path in everything[:everything.index(found[-2])]:
@@ -148,7 +147,7 @@ def _values(path: Path) -> list[tuple[tuple, Any]]:
 
 
 def check(path: Path) -> dict[str, torch.Tensor]:
-    """Return {name: tensor without data} of a folder; raise UsageError if it is incomplete or could execute code."""
+    """Return {name: tensor without data} for a folder; raise UsageError if it is incomplete or could execute code."""
     try:
         with open(path / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
@@ -172,7 +171,7 @@ def resume(path: str | None, output_dir: Path, state: dict[str, Any], progress: 
            load: Any) -> tuple[int, float]:
     """Do what checkpoint.resume() does; `path` may also be a folder, which `load` (dcp.load) reads.
 
-    "auto" is the newest committed folder.
+    "auto" is the newest complete folder.
     """
     if path == "auto":
         path = next(map(str, reversed(whole_folders(output_dir))), None)

@@ -22,7 +22,7 @@ FLIPS = ((), (2,), (1, 2), (1,))  # axes to flip for the orientations 1 to 4; 5 
 
 
 def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
-    """Decode a file's bytes, `encoded`, to an upright image, `uint8` of shape (3, H, W), with 16 bits scaled to 8.
+    """Decode a file's bytes, `encoded`, to an upright image, `uint8` of shape (3, H, W); scale 16-bit values to 8 bits.
 
     torchvision 0.29 deprecates its decoders, and a later version will remove them. Their successors are in torchcodec:
     https://github.com/pytorch/vision/pull/9609
@@ -44,7 +44,7 @@ except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, 
 def find_files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the sorted paths of the image files below `folder`; follow symbolic links and skip hidden files.
 
-    A broken link counts as a file, so that reading it fails. Raises UsageError for unreadable folders and link cycles.
+    A broken link is included, so that reading it fails. Raises UsageError for unreadable folders and link cycles.
     """
     found: list[str] = []
     try:
@@ -61,7 +61,7 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def decode(path: str | os.PathLike[str], content: bytes | None = None) -> torch.Tensor:
-    """Return the image in a file, `uint8` of shape (3, H, W): upright, without alpha, with 16 bits scaled to 8.
+    """Return the image in a file, `uint8` of shape (3, H, W): upright, without alpha, scaled from 16 to 8 bits.
 
     `content` is the file's bytes if the caller has read them; `path` then only names the file in errors. Raises
     ProcessError, naming the file, if it is not an image, is damaged or has too many pixels: see `read`.
@@ -73,9 +73,9 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
                    content: bytes | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return an image that the caller will resize, and its full (height, width); see `decode` for the rest.
 
-    `resize` is the length in pixels that the shorter side will have (0: unchanged). If the shorter side of a JPEG has
-    at least 4 * `resize` pixels, it is decoded at 1/2, 1/4 or 1/8 of its size: at the smallest scale that gives whole
-    numbers of pixels and at least 2 * `resize` for the shorter side.
+    `resize` is the length in pixels that the shorter side will have (0: unchanged). A JPEG whose shorter side has at
+    least 4 * `resize` pixels is decoded at 1/2, 1/4 or 1/8 of its size. The scale is the smallest at which both sides
+    are whole numbers of pixels and the shorter one has at least 2 * `resize`.
     """
     encoded, image = read(path, content)
     turn, width, scale = orientation(encoded, image), image.width, 1

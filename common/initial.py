@@ -25,7 +25,7 @@ OVERWRITE = {aten.uniform_.default, aten.normal_.default, aten.zero_.default, at
 def outline(create: Callable[..., nn.Module], *args: Any) -> "tuple[nn.Module, Weights]":
     """Return the model `create(*args)` on the meta device, and its initial weights; all processes must call this.
 
-    If `create` does something that cannot be recorded, such as drawing from NumPy, rank 0 creates the full model.
+    If `create` does something that cannot be recorded, such as drawing with NumPy, rank 0 creates the full model.
     """
     state = torch.get_rng_state()
     with torch.device("meta"), Recorder() as recorder, Watch(recorder):
@@ -58,7 +58,7 @@ def _key(tensor: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators on meta tensors, except views. `known` is False if one of them uses other data."""
+    """Records the operators on meta tensors, except views. `known` becomes False if an operator uses other data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Watch(TorchFunctionMode):
-    """Tells the recorder if code reads `Tensor.is_meta`, because functions of torch.nn.init may then do nothing."""
+    """Sets the recorder's `known` to False if code reads `Tensor.is_meta`: torch.nn.init may skip tensors on meta."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ def _shape(value: Any) -> Any:
 
 
 class Weights:
-    """The initial weights of a model: as recorded operators, or as tensors, `whole`, on rank 0."""
+    """The initial weights of a model: either recorded operators or, on rank 0, the tensors `whole`."""
 
     def __init__(self, recorder: Recorder | None, state: Tensor, outlines: dict[str, Tensor],
                  whole: dict[str, Tensor]) -> None:
         self.recorder, self.state, self.outlines, self.whole = recorder, state, outlines, whole
 
     def draw(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield one (name, full tensor) after another, and free each; all processes must iterate together."""
+        """Yield (name, full tensor) one at a time, so that each can be freed; all processes must iterate together."""
         if self.recorder:
             yield from self._replay(self.recorder.calls, {*names})
             self.recorder = None
@@ -123,7 +123,7 @@ class Weights:
         self.whole.clear()  # drops weights that a file replaces
 
     def _replay(self, calls: list, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Repeat the calls on the CPU; keep each storage from the call that sets it to the last call that uses it.
+        """Yield (name, tensor) while repeating the calls on the CPU; keep each storage only until its last use.
 
         If a layer is initialized twice, its first values are freed as soon as they are drawn.
         """

@@ -23,9 +23,10 @@ def launch_environment() -> dict[str, str]:
     """Return the environment variables that `torch.distributed` needs and that no launcher has set.
 
     torchrun and torch.distributed.launch set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT. In a parallel Slurm step, Slurm's variables provide them: the first host of the step is the master, and
-    the job and step numbers give the port; MASTER_ADDR and MASTER_PORT override both. Plain `python` gets a group of
-    one process, on any free port. Raises UsageError if MASTER_ADDR is not set and `scontrol` cannot list the hosts.
+    MASTER_PORT. In a parallel Slurm step, this function derives them from Slurm's variables. The first host of the step
+    is the master, and the port depends on the job and step numbers. MASTER_ADDR and MASTER_PORT override both. Plain
+    `python` gets a group of one process, on any free port. Raises UsageError if MASTER_ADDR is not set and `scontrol`
+    cannot list the hosts.
     """
     env = os.environ
     if "RANK" in env:
@@ -43,8 +44,8 @@ def launch_environment() -> dict[str, str]:
 def cores_per_process() -> int:
     """Return how many cores of this host each process of the launch may use, at least 1.
 
-    Processes divide the cores that they share, but not the cores that are bound to one process (by Slurm's
-    task/affinity, `torchrun --numa-binding` or numactl).
+    Cores that several processes may use are divided among them. Cores that are bound to one process (by Slurm's
+    task/affinity, `torchrun --numa-binding` or numactl) are not divided.
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
         return max(1, (os.cpu_count() or 1) // local_world_size())
@@ -52,7 +53,7 @@ def cores_per_process() -> int:
     started_by_torch = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process()
     if "SLURM_CPUS_ON_NODE" in os.environ and not started_by_torch:
         total = int(os.environ["SLURM_CPUS_ON_NODE"])  # "Number of CPUs available to the step on this node" (man srun)
-    else:  # a parent outside this container has PID 0, which means this process itself
+    else:  # a parent outside this container has PID 0, which sched_getaffinity() takes as this process
         total = len(own | os.sched_getaffinity(os.getppid()))
     return share_cores(len(own), total, local_world_size())
 
@@ -113,7 +114,8 @@ def _first_host(nodes: str) -> str:
 def end_with_parent(name: str) -> None:
     """On Linux, make the kernel send this process the signal `name` when its parent ends; elsewhere, do nothing.
 
-    "Parent" is the thread that started this process (https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html).
+    "Parent" is the thread that started this process:
+    https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.Signals[name])  # PR_SET_PDEATHSIG

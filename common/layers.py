@@ -10,7 +10,7 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward() r
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's children; the items of a Sequential, or of a module without forward(), take its place."""
+    """Return a model's children, with each Sequential and each module without forward() replaced by its items."""
     found: list[nn.Module] = []
     for child in model.children():
         if type(child).forward is nn.Module.forward:

@@ -17,7 +17,7 @@ MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 class CNN(nn.Module):
     """Three 5x5 convolutions (16, 32, 32 channels) with max-pooling, then linear layers of 128, 64 and `num_classes`.
 
-    ReLU after max-pooling gives the same values as before it, with a quarter of the work. The model maps normalized
+    ReLU gives the same values after max-pooling as before, with a quarter of the work. The model maps normalized
     images (N, C, H, W) to logits (N, num_classes); cross_entropy applies the softmax.
     """
 
@@ -120,7 +120,10 @@ def load_weights(model: nn.Module, path: str, content: dict | None = None) -> No
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace each BatchNorm by SyncBatchNorm, which uses all processes' samples; raise UsageError on a CPU."""
+    """Return the model with each BatchNorm replaced by SyncBatchNorm, which normalizes over all processes' samples.
+
+    Raises UsageError on a CPU.
+    """
     if device.type == "cpu":
         raise UsageError("--sync-bn: SyncBatchNorm needs a GPU, and this run is on the cpu")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)

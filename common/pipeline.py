@@ -65,14 +65,14 @@ def split_batch(batch_size: int, micro_batches: int | None, processes: int, chun
     if batch_size % number:
         raise UsageError(f"--batch-size {batch_size}: not a multiple of the {number} micro-batches of --micro-batches")
     if chunks == 1 and number < processes:
-        raise UsageError(f"--micro-batches {number}: fewer than the {processes} pipeline stages, which would wait")
+        raise UsageError(f"--micro-batches {number}: fewer than the {processes} pipeline stages, so some would be idle")
     if chunks > 1 and number % processes:
         raise UsageError(f"--micro-batches {number}: not a multiple of the {processes} processes of interleaved stages")
     return number
 
 
 def create_group(device: torch.device) -> Any:
-    """Return the group in which stages send, or None for the default group; raise UsageError for gloo on a GPU.
+    """Return the group in which the stages send, or None for the default group; raise UsageError for gloo on a GPU.
 
     All processes must call this.
     """
@@ -82,7 +82,7 @@ def create_group(device: torch.device) -> Any:
 
 
 def peer_backend(backend: str, available: Collection[str]) -> str | None:
-    """Return the backend for messages between two stages if a better one than the default group's is `available`.
+    """Return a better backend for messages between stages than the default group's if one is `available`, else None.
 
     With nccl, messages to all peers share one queue; nccl-lazy has a communicator and a stream for each peer. So torch
     2.15 warns about nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).

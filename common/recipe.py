@@ -20,8 +20,8 @@ SKIPPED, STEPS = 5, 5  # skip the first steps, which allocate memory; trace the 
 def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
     """Call `action()` after each step in which `optimizer` updates the weights.
 
-    If gradients overflow, a GradScaler does not call the optimizer. The scaler does call an optimizer with
-    `fused=True`, which skips the update itself: the optimizer then has a nonzero `found_inf`.
+    If gradients overflow, a GradScaler does not call the optimizer. It does call an optimizer with `fused=True`, but
+    this optimizer skips the update itself and then has a nonzero `found_inf`.
     """
     def act(optimizer: Optimizer, *_: Any) -> None:
         if not getattr(optimizer, "found_inf", None):
@@ -85,7 +85,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
-    """Return the loss `criterion` with label smoothing; raise UsageError if it does not support that."""
+    """Return a copy of the loss `criterion` with label smoothing; raise UsageError if the loss does not support it."""
     if smoothing and not hasattr(criterion, "label_smoothing"):
         raise UsageError(f"--label-smoothing {smoothing:g}: {type(criterion).__name__} does not support it")
     smoothed: Any = copy.copy(criterion)
@@ -122,8 +122,9 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
 def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -> None:
     """Write a Chrome trace of optimizer steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, also memory-RANK.pickle.
 
-    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. Names in the
-    trace: enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:, Optimizer.step.
+    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. Names to look
+    for in the trace: enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:,
+    Optimizer.step.
     """
     def export(profiler: profile) -> None:
         profiler.export_chrome_trace(str(folder / f"trace-{rank}.json"))

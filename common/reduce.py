@@ -44,8 +44,9 @@ def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """Return the rows (N, C) of all processes, in the order of their ranks; every process must call it.
 
-    The processes may have different numbers of rows. Each pads its rows to the greatest number, because the tensors of
-    an all_gather must have one shape; all_gather_object would pickle them and, on NCCL, copy them to the GPU as bytes.
+    The processes may have different numbers of rows. Each process pads its rows to the greatest number, because all
+    tensors of an all_gather must have the same shape. all_gather_object would pickle them and, on NCCL, copy them to
+    the GPU as bytes.
     """
     if not dist.is_initialized():
         return rows
@@ -79,9 +80,9 @@ def exact_share(batch_size: int, world_size: int) -> int:
 def choose_backend(name: str | None, device: str | torch.device) -> str:
     """Return the communication backend: `name`, or by default the device's own (nccl on CUDA, gloo on a CPU).
 
-    If torch lacks that default, or if two processes share a device, the default is gloo, and the main process says so.
+    If torch lacks that backend, or if two processes share a device, the default is gloo, and the main process says so.
     NCCL rejects a second rank on a GPU ("Duplicate GPU detected" in src/init.cc of github.com/NVIDIA/nccl). Raises
-    UsageError if this build of torch lacks the backend `name`, or if it does not work on the device.
+    UsageError if this build of torch lacks the backend `name`, or if this backend does not work on the device.
     """
     device = torch.device(device)
     default = dist.get_default_backend_for_device(device)
@@ -117,9 +118,8 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
     """Return whether two processes of the launch pass the same device `identity`; every process must call it.
 
-    The check runs before the group exists. On several hosts, it returns False
-    without a check, because each host's torchrun agent counts restarts separately. If processes share a device there,
-    pass --backend gloo.
+    The check runs before the group exists. On several hosts, the function returns False without a check, because each
+    host's torchrun agent counts restarts separately. If processes share a device there, pass --backend gloo.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():

@@ -1,8 +1,7 @@
-"""Tensors of which this process has only a shard, or nothing: gather them for a file, load a shard, fill a model.
+"""Tensors of which this process has only a shard, or no data: gather them for a file, load a shard, fill a model.
 
-Some of these tensors are DTensors: each process has a shard (FSDP2 and tensor parallelism: `train_FSDP.py` and its
-children). Other tensors are on the meta device, without data, because another process has them (pipelines:
-`train_PP.py`).
+With FSDP2 and tensor parallelism (`train_FSDP.py` and its children), such tensors are DTensors: each process has a
+shard. In a pipeline (`train_PP.py`), tensors that another process has are on the meta device, without data.
 """
 import sys
 from collections import Counter
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def grid(replicas: int, device: torch.device) -> dict[str, Any]:
-    """Return the shape and dimension names of FSDP2's mesh for init_device_mesh(); raise UsageError if it is uneven.
+    """Return the shape and dimension names of FSDP2's mesh for init_device_mesh().
 
-    For one replica, the mesh has one dimension. With two dimensions, each unit would also all-reduce its gradients in
-    groups of one rank, where NCCL's average may be wrong, as torch warns (_get_gradient_divide_factors in
-    _fsdp_collectives.py).
+    For one replica, the mesh has one dimension. With two dimensions, each FSDP2 unit would also all-reduce its
+    gradients in groups of one rank, where NCCL's average may be wrong, as torch warns (_get_gradient_divide_factors in
+    _fsdp_collectives.py). Raises UsageError if `replicas` does not divide the number of processes.
     """
     reject_gloo(dist.get_backend(), device.type)
     shape = divide("--replicas", replicas)
@@ -63,12 +62,16 @@ def reject_gloo(backend: str, device_type: str) -> None:
 
 
 def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield each block that FSDP2 shards, and whether to free its weights after the forward pass: only if `reshard`.
+    """Yield (block, whether to free its weights after the forward pass) for each block that becomes an FSDP2 unit.
 
-    A block with less than a tenth of the largest block's parameters, such as a stem or a classifier, stays in the
-    root's unit: small messages cost mostly latency. Blocks that share a weight also stay there: two units would each
-    train their own copy. So do embeddings, because the last layer of a tied model reads their weights, too. The last
-    block keeps its weights, because backward starts with it.
+    Weights are freed only if `reshard`. The last block always keeps its weights, because backward() starts with it.
+
+    The following blocks stay in the root's unit:
+
+    - blocks with less than a tenth of the largest block's parameters, such as a stem or a classifier, because small
+      messages cost mostly latency
+    - blocks that share a weight, because two units would each train their own copy
+    - embeddings, because the last layer of a tied model reads their weights, too
     """
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     owners = Counter(parameter for block in blocks for parameter in block.parameters())
@@ -80,7 +83,7 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
 
 
 def count_units(model: nn.Module) -> int:
-    """Return the number of FSDP2's units in `model`, the root's included."""
+    """Return the number of FSDP2 units in `model`, including the root's unit."""
     from torch.distributed.fsdp import FSDPModule
 
     return sum(isinstance(module, FSDPModule) for module in model.modules())
@@ -125,7 +128,7 @@ class EvenShare(Sampler):
 
 
 def is_sharded(value: Any) -> "TypeGuard[DTensor]":
-    """Return whether `value` is a DTensor, without importing the class, which takes half a second."""
+    """Return whether `value` is a DTensor, without importing the class, because that takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -134,15 +137,15 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     """Return `content`, a nested dict, with full tensors on the CPU on rank 0, and an empty dict on other ranks.
 
     If any tensor is sharded or on the meta device, all processes must call this. Tensors are gathered one at a time: a
-    device needs memory for one full tensor, and rank 0's host for all of them. Without such tensors, the result is
-    `content` itself.
+    device needs memory for one full tensor, and rank 0's host needs memory for all of them. Without such tensors, the
+    result is `content` itself.
     """
     mine = dict(flatten(content))
     if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
         return content
     mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
     size = dist.get_world_size()
-    # what is sharded over all processes needs no announcement; a pipeline stage's first process announces the rest
+    # tensors sharded over all processes need no announcement; a pipeline stage's first process announces the others
     whole = {path: _unshard(value) for path, value in mine.items()
              if is_sharded(value) and value.device_mesh.size() == size}
     held: list[dict] = [{} for _ in range(size)]
@@ -180,12 +183,13 @@ def _outline(value: Any) -> Any:
 
 
 def _unshard(value: "DTensor") -> Tensor | None:
-    """Return the full tensor, on the CPU, on the first rank of its mesh; on others, return None. All must call this."""
+    """On the first rank of its mesh, return the full tensor on the CPU; on others, return None. All must call this."""
     from torch.distributed.tensor import Replicate
 
     placements = list(value.placements)
-    strided = any(type(place).__name__ == "_StridedShard" for place in placements)  # the first dimension cut last
-    # one dimension at a time, in the reverse order of the cuts: torch warns that it can't merge all of them
+    # with _StridedShard, the cut along the mesh's first dimension came last
+    strided = any(type(place).__name__ == "_StridedShard" for place in placements)
+    # undo the cuts one at a time, in reverse order: torch warns that it cannot undo all of them together
     for dim in range(len(placements)) if strided else reversed(range(len(placements))):
         placements[dim] = Replicate()
         value = value.redistribute(placements=placements)
@@ -273,16 +277,17 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
                    group: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()) -> Tensor | None:
     """Scale the gradients of `parameters` down to the norm `max_norm` if their norm is greater; return their norm.
 
-    Without `max_norm`, it does nothing. The norm is that of the full gradients. torch's clip_grad_norm_ rejects
-    parameters on different meshes, and in torch 2.9 returns the norm of one shard. With `group`, whose processes have
-    different parameters (the stages of a pipeline), the norm covers the parameters of all of them, except `copies` of
-    parameters that another process has. All processes must call this.
+    Without `max_norm`, the function does nothing and returns None. The norm is that of the full gradients. torch's
+    clip_grad_norm_ rejects parameters on different meshes, and in torch 2.9 returns the norm of one shard. With
+    `group`, whose processes have different parameters (the stages of a pipeline), the norm covers the parameters of all
+    these processes, except `copies` of parameters that another process has. All processes must call this.
     """
     if max_norm is None:
         return None
     held = [parameter for parameter in parameters if not parameter.is_meta]
     once = {id(copy) for copy in copies}
-    parts: dict[tuple, list[Tensor]] = {}  # keys: the process groups that have the other shards, and whether it counts
+    # keys: the process groups that have the other shards, and whether the gradients add to the norm
+    parts: dict[tuple, list[Tensor]] = {}
     for parameter, gradient in [(each, each.grad) for each in held if each.grad is not None]:
         groups: tuple = ()
         if is_sharded(gradient):

@@ -8,7 +8,7 @@ import threading
 from .endings import noted
 from .launch import tie_worker
 
-STOPPED = 85  # exit code of a run that a signal stopped, after it saved: a batch script restarts it
+STOPPED = 85  # exit code of a run that saved and stopped because of a signal; a batch script restarts the run
 
 
 def note_signals(*names: str) -> threading.Event:

@@ -1,4 +1,4 @@
-"""The mesh of tensor parallelism, and which layers of a model it can split; for `train_TP.py`."""
+"""Tensor parallelism: its mesh, and a check of which layers can be split; for `train_TP.py`."""
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, cast
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 SPLIT = "only linear layers and embeddings can be split, not convolutions: train_FSDP.py shards all layers"
 
-# Several column-split layers inside a module share its input: backward sums their gradients, then reduces the sum once
+# For a module whose column-split layers share one input: backward sums their gradients and reduces the sum once
 ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
 
 class SequenceParallel(parallel.SequenceParallel):
-    """torch's style, but frozen weights stay frozen: torch 2.14 replaces each by a new parameter, which is trained."""
+    """torch's style, but frozen weights stay frozen: torch 2.14 replaces each by a new, trainable parameter."""
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -46,9 +46,9 @@ def grid(size: int | None, device: torch.device) -> dict[str, Any]:
 def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
     """Return the entries of `plan` that match layers of `model`; the mesh `grid` splits them along "tensor".
 
-    Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly. It
-    also rejects several groups before torch 2.14: their shards are strided, and torch 2.9.1 saves wrong momentum for
-    them, unlike torch 2.14.1.
+    Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly. Before
+    torch 2.14, also raises UsageError for several groups: their shards are strided, and torch 2.9.1 saves the wrong
+    momentum for such shards, unlike torch 2.14.1.
     """
     size, found = grid["tensor"].size(), {}
     if 1 < size < grid.size() and TorchVersion(torch.__version__) < "2.14":
@@ -87,7 +87,7 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
         if value.is_meta:  # another stage's
             continue
         if value.device_mesh.size() == dist.get_world_size() and all(place.is_shard() for place in value.placements):
-            continue  # each process has another part
+            continue  # each process has a different part
         places = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements))
         if name not in places or places[name].is_replicate():
             dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)

@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP of four times the width, each after a LayerNorm and added to its input."""
+    """Attention and an MLP of four times the width, each with a preceding LayerNorm and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Patches(nn.Module):
-    """Cut images (N, C, H, W) into patches, and return a token for each, with its position: (N, T, width)."""
+    """Maps images (N, C, H, W) to tokens (N, T, width): one per patch, with a learned position added."""
 
     def __init__(self, width: int, image_shape: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Object detection: datasets with boxes, anchors, sizes for multi-scale training, and pictures of the boxes.
 
 The datasets return whole batches, like those of `common/datasets.py`: `uint8` images (N, 3, S, S) and `float32` labels
-(M, 6). There is one row per box: the index of its image in the batch, its class, and x1, y1, x2, y2 in pixels of that
-image. Class `-1 - c` marks a region to ignore: its objects of class c are not labeled one by one (COCO's crowds) or are
-too difficult (VOC). Detections there count neither as correct nor as wrong.
+(M, 6). Labels have one row per box: the index of its image in the batch, its class, and x1, y1, x2, y2 in pixels of
+that image. Class `-1 - c` marks a region to ignore: its objects of class c are not labeled one by one (COCO's crowds)
+or are too difficult (VOC). Detections in such a region count neither as correct nor as wrong.
 """
 import functools
 import json
@@ -28,9 +28,9 @@ from ..images import decode
 from ..reduce import is_main_process
 
 DATASETS = ["scenes", "lines", "coco", "voc"]
-GRAY = 128  # gray level of the bars around a letterboxed image, as in the authors' darknet
+GRAY = 128  # gray level of the bars around a letterboxed image, as in darknet, the YOLO authors' program
 SIDE = 96  # height and width of a scene, in pixels
-INK = 96  # a digit's box encloses its pixels with at least this gray level
+INK = 96  # a digit's box encloses the pixels of at least this gray level
 
 
 def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
 
     The folder `path` contains these files, where PART is train or val:
 
-    - "lines": PART.txt, with a line `image x1,y1,x2,y2,class x1,y1,...` per image; its path is relative to the folder.
+    - "lines": PART.txt, with a line `image x1,y1,x2,y2,class x1,y1,...` per image. Paths are relative to the folder.
     - "coco": annotations/instances_PART*.json, and images in the folder PART* of the same name.
     - "voc": names in ImageSets/Main/PART.txt, Annotations/NAME.xml, and images in JPEGImages.
 
@@ -130,10 +130,10 @@ def _overlap(box: Sequence[int], other: Sequence[int]) -> float:
 
 
 class Files(BoxDataset):
-    """Image files with boxes: decoded on access and, in validation, letterboxed.
+    """Image files with boxes, decoded on access. In validation, images are letterboxed.
 
-    In training, images are instead scaled by 0.7 to 1.4, cropped or padded at a random place, flipped and jittered in
-    color. All this depends only on `(seed, epoch, index)`. Boxes are clipped to the image; those outside it are
+    In training, images are scaled by 0.7 to 1.4, cropped or padded at a random place, flipped and jittered in color.
+    This augmentation depends only on `(seed, epoch, index)`. Boxes are clipped to the image; boxes outside it are
     dropped.
     """
 
@@ -161,7 +161,7 @@ class Files(BoxDataset):
 
 
 def letterbox(image: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the image (3, H, W), scaled to fit `size` x `size` pixels between gray bars, and its rows (m, 5)."""
+    """Scale an image (3, H, W) to fit `size` x `size` pixels, add gray bars, and return it with scaled rows (m, 5)."""
     height, width = image.shape[1:]
     if height == width == size:
         return image, rows
@@ -183,7 +183,7 @@ def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: 
         try:
             row[1:] = list(map(float, box))
         except (TypeError, ValueError):
-            raise UsageError(f"{where}: {said} is not a box of four numbers and its class; correct it") from None
+            raise UsageError(f"{where}: {said} is not a box (four numbers) and a class; correct it") from None
         if label not in index:
             raise UsageError(f"{where}: class {label} is unknown; correct it, or add it to classes.txt or categories")
         if name == "coco":
@@ -220,7 +220,7 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
 
 
 def _without_outlines(each: dict) -> dict:
-    """Drop an annotation's polygon at once: COCO's polygons would take gigabytes on every rank."""
+    """Remove an annotation's polygon, and return the rest: COCO's polygons would take gigabytes on every rank."""
     each.pop("segmentation", None)
     return each
 
@@ -228,7 +228,7 @@ def _without_outlines(each: dict) -> dict:
 def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     files = list((folder / "annotations").glob(f"instances_{part}*.json"))
     if len(files) != 1:
-        raise UsageError(f"{folder}: {len(files)} files annotations/instances_{part}*.json; keep exactly one")
+        raise UsageError(f"{folder}: {len(files)} files match annotations/instances_{part}*.json; keep exactly one")
     images, where = folder / files[0].stem.removeprefix("instances_"), "the file"
     content = _read(files[0], functools.partial(json.loads, object_hook=_without_outlines))
     try:
@@ -240,7 +240,7 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
             box = each["category_id"], bool(each.get("iscrowd")), *each["bbox"]
             samples[each["image_id"]][2].extend([] if 0 in box[4:] else [box])  # skip boxes without area: COCO has some
     except (KeyError, TypeError) as error:
-        raise UsageError(f"{files[0]}, {where}: {error!r}; the format is at cocodataset.org/#format-data") from None
+        raise UsageError(f"{files[0]}, {where}: {error!r}; see cocodataset.org/#format-data") from None
     return [*samples.values()], known
 
 
@@ -261,10 +261,11 @@ READERS = {"lines": _read_lines, "coco": _read_coco, "voc": _read_voc}
 
 
 def anchors(train_set: Any) -> Tensor:
-    """Return 9 anchors, widths and heights (9, 2) in pixels, smallest area first: k-means over the training boxes.
+    """Return 9 anchors (9, 2), widths and heights in pixels, smallest area first, from k-means over the training boxes.
 
     The distance is 1 - IoU of two boxes with the same center (YOLO9000, arXiv:1612.08242, section 2). The boxes are
-    those of at most 1,024 evenly spaced samples, as the network sees them. Raises UsageError if there are none.
+    those of at most 1,024 evenly spaced samples, as the network sees them. Raises UsageError if these samples have no
+    boxes.
     """
     indices = torch.linspace(0, len(train_set) - 1, min(1024, len(train_set))).long().tolist()
     labels = torch.cat([train_set[index][1] for index in indices]).double()
@@ -272,7 +273,8 @@ def anchors(train_set: Any) -> Tensor:
     if not len(sizes):
         raise UsageError(f"{len(indices)} evenly spaced training images have no boxes; check --data-path")
     sizes = sizes[sizes.prod(1).argsort()]
-    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]  # medians of nine equal parts need no seed
+    # start from the medians of nine equal parts, which needs no seed
+    centers = sizes[((torch.arange(9) + 0.5) * len(sizes) / 9).long()]
     for _ in range(50):  # on the scenes, k-means converges in 17 iterations
         width, height = (torch.minimum(sizes[:, None, side], centers[:, side]) for side in (0, 1))
         nearest = (width * height / (sizes.prod(1)[:, None] + centers.prod(1) - width * height)).argmax(1)
@@ -281,7 +283,7 @@ def anchors(train_set: Any) -> Tensor:
 
 
 def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the batch at `size` x `size` pixels, on the same device."""
+    """Return the batch resized to `size` x `size` pixels, on the same device."""
     labels = labels.clone()
     labels[:, 2:6] *= size / images.shape[-1]
     return v2.functional.resize(images, [size, size]), labels
@@ -290,8 +292,8 @@ def resize(images: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the batch at a random size, a multiple of 32 that changes every 10 steps and is equal on all processes.
 
-    For size 416, YOLO9000 (arXiv:1612.08242, section 2) draws a size from 320 to 608. For other sizes, this range is
-    scaled.
+    For images of 416 pixels, the range is 320 to 608, as in YOLO9000 (arXiv:1612.08242, section 2). For other sizes,
+    the range is scaled in proportion.
     """
     low, high = (max(1, round(images.shape[-1] * side / 416 / 32)) for side in (320, 608))
     size = 32 * random.Random(mix(seed, epoch, step // 10)).randint(low, high)
@@ -315,8 +317,8 @@ def save_preview(path: str | Path, dataset: Any) -> None:
 def save_detections(path: str | Path, dataset: Any, find: Callable[[Tensor], Tensor]) -> None:
     """Write the first 16 images of a dataset to a PNG, with true boxes in green and the detections of `find` in red.
 
-    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7), of which those with scores below 0.3 are not
-    drawn.
+    `find` takes `uint8` images (N, 3, S, S) and returns detections (D, 7). Detections with
+    scores below 0.3 are not drawn.
     """
     images, labels = dataset.__getitems__(range(min(16, len(dataset))))
     found = find(images).cpu()

@@ -1,7 +1,7 @@
-"""Mean average precision by COCO's definition, which is not a mean over images or processes.
+"""Mean average precision (mAP) by COCO's definition. It is not a mean over images or processes.
 
-`match` compares the detections of some images with their true boxes. `average_precision` takes the results for all
-images, from all processes.
+`match` compares the detections of some images with their true boxes. `average_precision` computes the mAP from the
+results for all images, from all processes.
 """
 from collections.abc import Sequence
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # IoU thresholds
 RECALLS = np.linspace(0, 1, 101)
-BITS = 2 ** np.arange(20)  # the bits of a result: correct at each threshold, then ignored at each
+BITS = 2 ** np.arange(20)  # the bits of a result: 10 for correct at each threshold, then 10 for ignored
 
 
 def match(detections: Tensor, labels: Tensor) -> Tensor:
-    """Match `detections` (D, 7) with true boxes; return a row for each, `float32` (D, 3): class, score, result.
+    """Match `detections` (D, 7) with true boxes; return rows, `float32` (R, 3): class, score, result.
 
     `labels` (M, 6) are the true boxes of the same images. At each of COCO's ten IoU thresholds, the detections take
     their boxes in order of descending score. Each detection takes the free box of its class with the highest IoU, if
     this IoU reaches the threshold. Bit t of the result is set if the detection is correct at threshold t. Bit 10 + t is
     set if the detection is ignored at threshold t: it took no box, and the fraction of its area inside a region to
-    ignore reaches the threshold. Several detections can lie in the same region. Rows that count at no threshold are
-    omitted. These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes compares the IoU, not this
-    fraction.
+    ignore reaches the threshold. Several detections can lie in the same region. Detections that are ignored at every
+    threshold have no row. These are the rules of COCOeval in pycocotools. VOC's rule for difficult boxes compares the
+    IoU, not this fraction.
     """
     found, true = (part.detach().cpu().double().numpy() for part in (detections, labels))
-    found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # in any order of the input
+    found = found[np.lexsort((*found[:, 1:5].T, -found[:, 5], found[:, 0]))]  # the input's order must not matter
     true = true[np.argsort(true[:, 0], kind="stable")]
     results = np.zeros((len(found), 20), bool)
     for place in np.unique(found[:, 0]):
@@ -54,11 +54,11 @@ def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> No
 
 
 def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, float]:
-    """Return COCO's {"mAP50": at IoU 0.5, "mAP": mean over IoU 0.5 to 0.95}, each a mean over the classes with boxes.
+    """Return {"mAP50": mAP at IoU 0.5, "mAP": mean mAP over IoUs 0.5 to 0.95}, over the classes that have boxes.
 
-    `rows`, of shape (D, 3), are those that `match` returns for all images, in any order: rows with equal scores are
-    sorted by result. `boxes`, of shape (num_classes,), holds the number of true boxes per class. Precision is
-    interpolated at 101 recalls. Without true boxes, both values are 0.
+    `rows`, of shape (R, 3), are the rows that `match` returns for all images. Their order does not matter: rows with
+    equal scores are sorted by result. `boxes`, of shape (num_classes,), holds the number of true boxes per class.
+    Precision is interpolated at 101 recalls. Without true boxes, both values are 0.
     """
     table = rows.detach().cpu().double().numpy()
     table = table[np.lexsort((table[:, 2], -table[:, 1]))]
@@ -69,9 +69,10 @@ def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, 
 
 
 def _precision(results: np.ndarray, count: int) -> np.ndarray:
-    """Return the average precision, shape (10,), of a class with `count` boxes at each threshold."""
+    """Return a class's average precision at each threshold, shape (10,); the class has `count` true boxes."""
     right, ignored = np.split((results[:, None] & BITS) > 0, 2, axis=1)
     hits, misses = right.cumsum(0), (~right & ~ignored).cumsum(0)
-    precision = np.maximum.accumulate((hits / np.maximum(hits + misses, 1))[::-1])[::-1]  # the best from this recall on
+    # at each recall, take the best precision at this or a higher recall
+    precision = np.maximum.accumulate((hits / np.maximum(hits + misses, 1))[::-1])[::-1]
     precision = np.append(precision, np.zeros((1, 10)), 0)  # 0 for recalls that are not reached
     return np.array([precision[np.searchsorted(hits[:, t] / count, RECALLS), t].mean() for t in range(10)])

@@ -1,6 +1,7 @@
-"""YOLOv3 (Redmon & Farhadi 2018, arXiv:1804.02767): the network, its loss, its detections and the authors' files.
+"""YOLOv3 (Redmon & Farhadi 2018, arXiv:1804.02767): the network, its loss, its detections and the authors' file format.
 
-A label is a row (image's index in the batch, class, x1, y1, x2, y2), in pixels; class < 0 marks a region to ignore.
+A label is a row (index of the image in the batch, class, x1, y1, x2, y2), with coordinates in pixels. A class below 0
+marks a region to ignore.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from ..reduce import is_main_process
 MODELS = ["tiny", "tiny-bn", "yolov3"]
 STRIDES = (8, 16, 32)  # pixels per cell; three anchors each, the smallest at stride 8
 ANCHORS = ((10, 13), (16, 30), (33, 23), (30, 61), (62, 45), (59, 119), (116, 90), (156, 198), (373, 326))  # for COCO
-BOX_WEIGHT, OBJECT_WEIGHT, CLASS_WEIGHT = 5.0, 1.0, 5.0  # weights of the loss's terms: "tiny" learns the classes last
-MOST_IOUS = 2 ** 21  # how many IoUs the loss computes at once: limits its memory to about 150 MB
+BOX_WEIGHT, OBJECT_WEIGHT, CLASS_WEIGHT = 5.0, 1.0, 5.0  # CLASS_WEIGHT is high because "tiny" learns classes last
+MOST_IOUS = 2 ** 21  # the number of IoUs that the loss computes at once; limits its memory to about 150 MB
 Norm = Callable[[int], nn.Module]
 Outputs = tuple[tuple[Tensor, ...], Tensor]
 
@@ -62,7 +63,7 @@ class Backbone(nn.Module):
 
 
 class YOLOv3(nn.Module):
-    """Takes images (N, 3, S, S), S a multiple of 32; returns raw predictions at strides 8, 16 and 32, and `anchors`.
+    """Maps images (N, 3, S, S) to raw predictions at strides 8, 16 and 32, and `anchors`; S is a multiple of 32.
 
     Predictions are (N, S / stride, S / stride, 3 anchors, 5 + classes): x, y, width, height, objectness, classes.
     """
@@ -127,14 +128,14 @@ def _flatten(outputs: Outputs) -> tuple[Tensor, Tensor]:
 
 
 def _decode(predictions: Tensor, places: Tensor) -> Tensor:
-    """Return the boxes (..., 4), as x1, y1, x2, y2 in pixels, of predictions (..., 5 + classes) (section 2.1)."""
+    """Convert predictions (..., 5 + classes) to boxes (..., 4): x1, y1, x2, y2 in pixels. See section 2.1."""
     centers = (predictions[..., :2].sigmoid() + places[..., :2]) * places[..., 2:3]
     halves = predictions[..., 2:4].exp() * places[..., 3:] / 2
     return torch.cat([centers - halves, centers + halves], -1)
 
 
 def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
-    """Return the place of each box (M, 4): its center's cell, and the anchor whose shape has the best IoU with it."""
+    """Return the place of each box (M, 4): the cell of its center, and the anchor with the best IoU with its shape."""
     shapes = boxes[:, None, 2:] - boxes[:, None, :2]
     common = torch.minimum(shapes, anchors).prod(2)
     anchor = (common / (shapes.prod(2) + anchors.prod(1) - common)).argmax(1)
@@ -177,11 +178,11 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
 
 
 def detect(outputs: Outputs, threshold: float = 0.01, most: int = 100) -> Tensor:
-    """Return the detections (D, 7): image's index in the batch, x1, y1, x2, y2 in pixels, score, class.
+    """Return the detections (D, 7): index of the image in the batch, x1, y1, x2, y2 in pixels, score, class.
 
-    The detections are sorted by image, then by descending score: at most `most` per image, with scores (objectness
-    times class probability) above `threshold`. A place detects only its best class; the authors' program can report
-    several.
+    The score is objectness times class probability. There are at most `most` detections per image, with scores above
+    `threshold`, sorted by image and then by descending score. Each place reports only its best class; the authors'
+    program can report several.
     """
     predictions, places = _flatten(outputs)
     best, classes = predictions[..., 5:].max(2)
@@ -190,7 +191,7 @@ def detect(outputs: Outputs, threshold: float = 0.01, most: int = 100) -> Tensor
     place = order[image, rank]
     boxes = _decode(predictions[image, place], places[place]).clamp(0, outputs[0][0].shape[1] * STRIDES[0])
     rows = torch.cat([image[:, None], boxes, scores[image, rank, None], classes[image, place, None]], 1)
-    # batched_nms offsets each group: float32 would round boxes differently in each batch. MPS has no float64
+    # batched_nms adds an offset to each group: in float32, rounding would depend on the batch. MPS has no float64
     exact = (rows.cpu() if rows.is_mps else rows).double()
     groups = exact[:, 0] * (predictions.shape[2] - 5) + exact[:, 6]
     rows = rows[batched_nms(exact[:, 1:5], exact[:, 5], groups.long(), 0.45).sort().values.to(rows.device)]
@@ -215,7 +216,7 @@ def load_weights(model: YOLOv3, path: str) -> None:
     """Load the authors' `yolov3.weights` or `darknet53.conv.74`, or any file that `models.load_weights` takes.
 
     `yolov3.weights` has no anchors, so the model gets the published ones. `save_weights` writes the model's own anchors
-    to a second file, which is read here. Raises UsageError if the file's size does not fit the model.
+    to a second file, which this function also reads. Raises UsageError if the file's size does not fit the model.
     """
     try:
         header = np.fromfile(path, "<i4", 5)  # the version, then the number of images seen, in 64 bits
@@ -240,7 +241,7 @@ def load_weights(model: YOLOv3, path: str) -> None:
 
 
 def save_weights(model: YOLOv3, path: str) -> None:
-    """Write the model to `path` in the authors' format, and its anchors, for their cfg file, to `path`.anchors."""
+    """Write the model to `path` in the authors' format, and the anchors for the authors' cfg file to `path`.anchors."""
     parts = [np.array([0, 2, 0, 0, 0], "<i4")]  # version 0.2.0, 0 images seen
     parts += [tensor.numpy(force=True).astype("<f4") for tensor in _tensors(model)]
     try:
@@ -251,7 +252,7 @@ def save_weights(model: YOLOv3, path: str) -> None:
 
 
 def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable[[int], float]:
-    """Return a function that maps the epoch, from 0, to the learning-rate factor.
+    """Return a function that maps the epoch, counted from 0, to the learning-rate factor.
 
     The factor rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies the rate by
     `lrf` ** 0.5 at 80 % and 90 % of the epochs: by 0.1 if `lrf` is 0.01, as in the authors' cfg.

@@ -22,28 +22,28 @@ def divide(grid: "DeviceMesh", size: int | None, length: int) -> dict[str, Any]:
     at = names.index("data")
     size = size or 2 - shape[at] % 2
     if shape[at] % size:
-        raise UsageError(f"--context-parallel {size}: does not divide the {shape[at]} processes that share no tensors")
+        raise UsageError(f"--context-parallel {size}: does not divide the {shape[at]} processes of the data dimension")
     pieces = 2 * size * grid["tensor"].size()
     if length % pieces:
-        raise UsageError(f"--length {length}: not a multiple of {pieces}, twice the processes that share a sequence")
+        raise UsageError(f"--length {length}: not a multiple of {pieces}, twice the number of processes per sequence")
     return {"mesh_shape": (*shape[:at], shape[at] // size, size, *shape[at + 1:]),
             "mesh_dim_names": (*names[:at], "data", "context", *names[at + 1:])}
 
 
 def order(length: int, size: int, device: torch.device) -> Tensor:
-    """Return the positions (size, P) that each process of a group computes: two pieces of the 2 x `size` pieces.
+    """Return the positions (size, P) that each process of a group computes: two of 2 x `size` pieces of a sequence.
 
-    Process r has piece r and piece 2 x `size` - 1 - r: with a causal mask, all processes have equal work, as in Llama 3
-    (arXiv:2407.21783, section 3.3.2).
+    Process r has pieces r and 2 x `size` - 1 - r, so that all processes have equal work under a causal mask, as in
+    Llama 3 (arXiv:2407.21783, section 3.3.2).
     """
     pieces = torch.arange(length, device=device).view(2, size, -1)
     return torch.cat([pieces[0], pieces[1].flip(0)], 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rank: int, size: int) -> Tensor:
-    """Return the attention of process `rank`'s queries, (N, heads, P, width), to keys and values of all positions.
+    """Return the attention of process `rank`'s queries, (N, heads, P, width), to the keys and values of all positions.
 
-    Each of the two pieces attends to the positions up to its own end. See gpt.attend().
+    Each of the process's two pieces attends to the positions up to the end of that piece. See gpt.attend().
     """
     half, results = q.shape[2] // 2, []
     for number, end in enumerate([(rank + 1) * half, (2 * size - rank) * half]):

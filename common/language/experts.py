@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Excess(torch.autograd.Function):
-    """Returns `weights`; backward also gives `bias` the gradient `excess`, whatever the loss is."""
+    """Returns `weights`; backward also gives `bias` the gradient `excess`, regardless of the loss."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
@@ -23,13 +23,14 @@ class Excess(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Maps tokens (N, T, width) to the weights of the experts (N, T, experts): 0 for all but `active` of them.
+    """Maps tokens (N, T, width) to the weights of the experts (N, T, experts); all but `active` of them are 0.
 
     A bias decides only which experts a token goes to. It falls for experts with more tokens than the average and rises
-    for the others, so that no loss for balance disturbs the model (arXiv:2408.15664). Here, the bias is a parameter,
-    and its gradient is the expert's excess share of the tokens: the optimizer lowers it. So the bias depends on the
-    tokens of the whole batch, in any script that reduces gradients, and a checkpoint holds it. AdamW divides by the
-    size of a gradient, so the factor 0.001 changes nothing but the norm that `--clip-norm` limits.
+    for the others, so the model needs no balancing loss, which would disturb training (arXiv:2408.15664). Here, the
+    bias is a parameter, and its gradient is the expert's excess share of the tokens. In any script that reduces
+    gradients, the optimizer therefore updates the bias based on the tokens of the whole batch, and checkpoints contain
+    the bias. AdamW divides by the size of a gradient, so the factor 0.001 affects only the norm that `--clip-norm`
+    limits.
     """
 
     def __init__(self, width: int, experts: int, active: int) -> None:
@@ -50,7 +51,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Computes each token (N, T, width) by the experts whose weights (N, T, experts) are not 0; adds up the results."""
+    """Maps tokens (N, T, width) and weights (N, T, experts) to weighted sums of the experts' outputs (N, T, width).
+
+    Each expert computes only the tokens for which its weight is not 0.
+    """
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -79,9 +83,10 @@ class Mixture(nn.Module):
 
 
 def compute(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return what the experts make of `rows` (R, width): the first counts[0] rows go to expert 0, and so on.
+    """Return the experts' outputs for `rows` (R, width): the first counts[0] rows go to expert 0, and so on.
 
-    Each is a SwiGLU with weights from `gate_up` (experts, 2 * hidden, width) and `down` (experts, width, hidden).
+    Each expert is a SwiGLU with weights from `gate_up` (experts, 2 * hidden, width) and `down` (experts, width,
+    hidden).
     """
     results = []
     for part, one, two in zip(rows.split(counts.tolist()), gate_up, down, strict=True):

@@ -1,4 +1,4 @@
-"""A language model with Llama's architecture and names, so that published weights fit it."""
+"""A language model with Llama's architecture and parameter names, so that it can load published weights."""
 import math
 import re
 from collections.abc import Callable
@@ -16,32 +16,32 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Size(NamedTuple):
-    """The dimensions and options of a model; `llama.py` has their names in config.json of Hugging Face's Llama."""
+    """The dimensions and options of a model; FIELDS in `llama.py` lists their names in Hugging Face's config.json."""
 
     width: int
     layers: int
     heads: int
-    groups: int  # heads of keys and values; several heads of queries share one (arXiv:2305.13245)
+    groups: int  # number of key and value heads; several query heads share one (arXiv:2305.13245)
     hidden: int  # width of the feed-forward layer
     tied: bool = True  # one weight serves as the embedding and as the last layer
     base: float = 10000.0  # the base of the rotary positions' frequencies
     vocabulary: int | None = None  # by default, that of the data
     end: int | None = None  # the token that ends a document, in a vocabulary that text.py does not know
-    experts: int = 0  # feed-forward layers to choose from, each of width `hidden`; 0: one, for all tokens
+    experts: int = 0  # number of feed-forward layers to choose from; 0: one layer for all tokens
     active: int = 2  # experts per token
 
 
 SIZES = {"gpt_tiny": Size(128, 4, 4, 2, 448), "gpt_124m": Size(768, 12, 12, 12, 2048),
          "gpt_1b": Size(2048, 16, 32, 8, 8192, base=500000.0), "moe_tiny": Size(128, 4, 4, 2, 224, experts=8)}
 
-# by a pattern in the device's name: TFLOP/s in bfloat16, from the makers' data sheets (NVIDIA: half the figure "with
-# sparsity"; RTX 4090: NVIDIA's white paper on Ada, with sums in float32)
+# Peak TFLOP/s in bfloat16, by a pattern in the device's name, from the makers' data sheets (for NVIDIA, half the figure
+# "with sparsity"). The peak of the RTX 4090, with sums in float32, is from NVIDIA's white paper on Ada
 PEAKS = {"A100": 312, "H[12]00 NVL": 835, "H100 PCIe": 756, "G?H[12]00": 989, "B200": 2250, "L4": 121, "L40S": 362,
          "RTX 4090$": 165, "MI300X": 1307}
 
 
 class Attention(nn.Module):
-    """Causal self-attention (N, T, width) -> (N, T, width) with rotary positions (arXiv:2104.09864)."""
+    """Causal self-attention (N, T, width) -> (N, T, width) with rotary position embeddings (arXiv:2104.09864)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after an RMSNorm and added to its input."""
+    """Attention and a feed-forward layer, each with a preceding RMSNorm and a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """All layers except the last: tokens `int64` (N, T) to (N, T, width)."""
+    """All layers except the last: tokens, `int64` (N, T), -> (N, T, width)."""
 
     def __init__(self, size: Size, vocabulary: int) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ class Logits(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens `int64` (N, T) to logits (N, T, vocabulary) of the next tokens.
+    """Maps tokens, `int64` (N, T), to logits (N, T, vocabulary) of the next tokens.
 
-    With `end`, a token attends only to its own document, which starts after the last earlier token `end`. The data's
-    vocabulary is rounded up to a multiple of 64, which is faster on a GPU and divides over processes. The weights are
-    drawn as in GPT-2: with standard deviation 0.02, and less in the layers that add to the residual stream.
+    With `end`, a token attends only to its own document, which starts after the previous token `end`. The size of the
+    data's vocabulary is rounded up to a multiple of 64, which is faster on a GPU and can be divided over processes. The
+    weights are drawn as in GPT-2: with standard deviation 0.02, or less in the layers that add to the residual stream.
 
     With `positions` (P,), the model computes only these positions of a sequence, and returns logits (N, P, vocabulary).
-    Then `attend(q, k, v, mask)` must know the keys and values of the others.
+    The attribute `attend`, a function (q, k, v, mask), must then fetch the keys and values of the other positions.
     """
 
     def __init__(self, size: Size, vocabulary: int, end: int | None = None) -> None:
@@ -136,14 +136,14 @@ class GPT(nn.Module):
         return self.logits(x, (self.lm_head or self.model.embed_tokens).weight)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Return the columns of `tokens`, or of labels, (N, T), at the `positions` that this process computes."""
+        """Return the columns of `tokens`, or labels, (N, T) at the `positions` that this process computes."""
         return tokens if self.positions is None else tokens[:, self.positions]
 
     def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Attend]:
         """Return what the blocks need to know about positions: rotations, mask and `attend`.
 
         `rotations`, shape (2, P, width of a head), holds the cosines and sines with which rotate() rotates queries and
-        keys. The mask has shape (N, 1, P, T); without `end`, it is None: attention is causal.
+        keys. The mask has shape (N, 1, P, T). Without `end`, it is None, and attention is causal.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
         positions = every if self.positions is None else self.positions
@@ -156,9 +156,9 @@ class GPT(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention (N, heads, T, width) of the queries `q` to (N, groups, S, width); by default, it is causal.
+    """Return the attention (N, heads, T, width) of queries `q` to keys `k` and values `v`, both (N, groups, S, width).
 
-    The queries are those of the last T of the S positions.
+    Without `mask`, attention is causal. The queries are those of the last T of the S positions.
     """
     causal = mask is None and q.shape[2] == k.shape[2]
     mask = causal_lower_right(q.shape[2], k.shape[2]) if mask is None and not causal else mask
@@ -168,7 +168,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Rotate each pair of a head's numbers, (N, heads, T, width); numbers i and i + width / 2 form a pair."""
+    """Return `x` (N, heads, T, width) with pairs of numbers rotated; i and i + width / 2 of a head form a pair."""
     cos, sin = rotations.to(x.dtype)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -176,15 +176,15 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
 def same_document(tokens: Tensor, end: int, positions: Tensor) -> Tensor:
     """Return the mask (N, 1, P, T): whether the tokens at `positions` (P,) attend to each token of (N, T).
 
-    They attend to those at or before them in their document.
+    A token attends to itself and to the earlier tokens of its document.
     """
-    document = (tokens == end).cumsum(1) - (tokens == end).long()  # `end` itself belongs to the document before it
+    document = (tokens == end).cumsum(1) - (tokens == end).long()  # `end` belongs to the document that it ends
     before = positions[:, None] >= torch.arange(tokens.shape[1], device=tokens.device)
     return ((document[:, positions, None] == document[:, None, :]) & before)[:, None]
 
 
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy per token. All windows have equal lengths, so it is a mean over windows, too."""
+    """Return the mean cross-entropy per token. All windows are equally long, so this is also the mean over windows."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -199,10 +199,10 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def operations(model: GPT, length: int) -> int:
-    """Return the floating-point operations of training on one token of a window: 6 N + 12 L H Q T.
+    """Return the number of floating-point operations to train on one token of a window: 6 N + 12 L H Q T.
 
-    The formula is that of PaLM's appendix B (arXiv:2204.02311): N parameters in products of matrices, L layers, H heads
-    of width Q, and T = `length`. It counts all of attention, although a causal kernel skips half of it.
+    The formula is from PaLM's appendix B (arXiv:2204.02311): N parameters in matrix products, L layers, H heads of
+    width Q, and T = `length`. It counts all of attention, although a causal kernel skips half of it.
     """
     embedding = 0 if model.size.tied else model.model.embed_tokens.weight.numel()
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1) - embedding
@@ -210,7 +210,7 @@ def operations(model: GPT, length: int) -> int:
 
 
 def utilization(model: GPT, length: int, speed: float, device: torch.device) -> str:
-    """Return "  MFU 40%": `speed`, tokens/s over all processes, relative to the devices' peak in bfloat16.
+    """Return "  MFU 40%": the FLOP/s at `speed`, in tokens/s over all processes, relative to the bfloat16 peak.
 
     Returns "" if the peak is not in PEAKS. In float32, GPUs reach at most half of this peak.
     """
@@ -227,18 +227,18 @@ def find_peak(name: str) -> float | None:
 
 @torch.no_grad()
 def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperature: float = 0.8) -> str:
-    """Return `prompt` and `count` bytes that the model draws after it, reading at most the last `length` bytes.
+    """Return `prompt` and the next `count` bytes, each drawn by the model from at most the last `length` bytes.
 
-    An empty prompt returns an empty text. Bytes that are not printable text become "\N{REPLACEMENT CHARACTER}": control
-    characters could change a terminal. If the tokens are not bytes, returns a line that says so. All processes that
-    share the model must call this.
+    For an empty prompt, the result is empty, too. Bytes that are not printable text become "\N{REPLACEMENT CHARACTER}":
+    control characters could change a terminal. If the tokens are not bytes, the result is a line that says so. All
+    processes that share the model must call this.
     """
     weight = model.model.embed_tokens.weight
     if not prompt:
         return ""
     if len(weight) != 256:
         return "no sample: the tokens are not bytes"
-    if "forward" in vars(model):  # that of a pipeline, for whole batches
+    if "forward" in vars(model):  # a pipeline's forward() accepts only whole batches
         return "no sample: write one with train_lm.py --evaluate"
     model.eval()
     divided = model.positions, model.attend
@@ -248,7 +248,7 @@ def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperatu
     for _ in range(count):
         window = tokens[:, -length:]
         logits = model(F.pad(window, (0, length - window.shape[1])).to(weight.device))[:, window.shape[1] - 1]
-        if hasattr(logits, "full_tensor"):  # tensor parallelism splits them
+        if hasattr(logits, "full_tensor"):  # tensor parallelism splits the logits
             logits = logits.full_tensor()
         drawn = torch.multinomial((logits.float().cpu() / temperature).softmax(1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn], 1)

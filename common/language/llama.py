@@ -1,8 +1,9 @@
-"""Hugging Face's layout of Llama: start from published weights, and export a checkpoint for transformers.
+"""Hugging Face's format for Llama: load published weights, and export a checkpoint for transformers.
 
     python -m common.language.llama runs/last.pt FOLDER --model gpt_tiny
 
-writes config.json and model.safetensors, which `transformers.AutoModelForCausalLM.from_pretrained("FOLDER")` loads.
+This command writes config.json and model.safetensors, the files that
+`transformers.AutoModelForCausalLM.from_pretrained("FOLDER")` loads.
 """
 import json
 from pathlib import Path
@@ -46,9 +47,9 @@ def size(name: str) -> gpt.Size:
 
 
 def load_weights(model: gpt.GPT, path: str) -> None:
-    """Load weights as models.load_weights does; `path` may also be a .safetensors file, or a folder of them.
+    """Load weights as models.load_weights does; `path` may also be a .safetensors file, or a folder of such files.
 
-    A config.json in this folder must fit the model. Raises UsageError, naming the first field that differs.
+    Raises UsageError if a config.json in this folder does not fit the model, naming the first field that differs.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if folder != Path(path) and not path.endswith(".safetensors"):
@@ -66,10 +67,10 @@ def config(size: gpt.Size, vocabulary: int) -> dict[str, Any]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a config.json in the form of config(). Where it says nothing, transformers' defaults count."""
+    """Return the content of a config.json in the form of config(), with transformers' defaults for missing fields."""
     try:
         found = DEFAULTS | json.loads((folder / "config.json").read_text())
-        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}  # of transformers 5 and 4
+        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}  # in transformers 5 and in 4
         plain = rope.get("rope_type", rope.get("type", "default")) == "default"
         return {"num_key_value_heads": found["num_attention_heads"], "rope_theta": rope.get("rope_theta", 10000.0),
                 "head_dim": found["hidden_size"] // found["num_attention_heads"]} | found | {

@@ -32,12 +32,12 @@ def grid(stages: int | None, tensor: int, device: torch.device) -> dict[str, Any
 class Stage(nn.Module):
     """Consecutive blocks of a GPT. The first stage also embeds the tokens, and the last one computes the logits.
 
-    `x` is the output of the stage before, (N, P, width); every stage also gets the `tokens` (N, T).
+    `x` (N, P, width) is the output of the previous stage; every stage also gets the `tokens` (N, T).
     """
 
     def __init__(self, model: GPT, blocks: Sequence[nn.Module], first: bool, last: bool) -> None:
         super().__init__()
-        self.whole = model,  # in a tuple, it is not a part of the stage
+        self.whole = model,  # in a tuple, so that it is not a submodule
         self.blocks, head = nn.ModuleList(blocks), model.lm_head or model.model.embed_tokens
         self.embed_tokens = model.model.embed_tokens if first else None
         self.last = last
@@ -55,9 +55,9 @@ class Stage(nn.Module):
 
 
 def cut(model: GPT, count: int, processes: int) -> list[Stage]:
-    """Divide a model into `count` stages with about the same number of blocks, which stay the model's own.
+    """Divide a model into `count` stages with about the same number of blocks; the stages use the model's own blocks.
 
-    Raises UsageError if it has fewer blocks, or if one process would have several stages and no other process any.
+    Raises UsageError if the model has fewer than `count` blocks, or if there are several stages but only one process.
     """
     blocks = [*model.model.layers]
     if count > len(blocks):
@@ -69,7 +69,7 @@ def cut(model: GPT, count: int, processes: int) -> list[Stage]:
 
 
 def tied(model: GPT, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the embedding's weight on the last of several stages, if it is a copy of the first stage's; else, []."""
+    """On the last of several stages, return [the embedding's weight] if it is a copy of the first stage's; else []."""
     last = group.size() > 1 and group.rank() == group.size() - 1
     return [model.model.embed_tokens.weight] if last and model.size.tied else []
 

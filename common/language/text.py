@@ -23,7 +23,7 @@ class Windows:
     """Windows of `length` tokens: inputs `int64` (N, length) and labels, which are the next tokens (N, length).
 
     With a `seed`, each epoch draws `count` windows at random positions, which depend on (seed, epoch) alone. Without a
-    seed, the windows are the same in each epoch, do not overlap, and lie at equal distances. Raises ProcessError,
+    seed, the windows are the same in each epoch, do not overlap, and are evenly spaced. Raises ProcessError,
     naming the file, if a token is not in the vocabulary.
     """
 
@@ -71,8 +71,8 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int,
     - "text": the UTF-8 file `path`, or all `.txt` files in this folder, as bytes. The last 5 % are for validation.
     - "tokens": `path`/train.bin and `path`/val.bin, `uint16`, which stay on disk.
 
-    An epoch has `count` windows; the validation set has at most an eighth of that number. The model may fix the
-    `vocabulary`. Raises UsageError if data is missing.
+    An epoch has `count` windows; the validation set has at most an eighth of that number. `vocabulary` is the size of
+    the model's vocabulary if the model fixes it. Raises UsageError if data is missing.
     """
     if name == "tokens":
         parts, size = [_memory_map(Path(path, f"{part}.bin")) for part in ("train", "val")], vocabulary or GPT2
@@ -85,15 +85,15 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int,
 
 
 def end(vocabulary: int, other: int | None) -> int:
-    """Return the token that ends a document: of bytes, of GPT-2's vocabulary, or `other` for other vocabularies."""
+    """Return the token that ends a document: 0 for bytes, 50256 for GPT-2's vocabulary, `other` for all others."""
     found = {BYTES: 0, GPT2: 50256}.get(vocabulary, other)
     if found is None:
-        raise UsageError("--document-mask: the model's config.json has no eos_token_id, the end of a document")
+        raise UsageError("--document-mask: the model's config.json has no eos_token_id, which would end a document")
     return found
 
 
 def digest(dataset: Windows) -> str:
-    """Return the number of tokens and the start of a SHA-256 of the first 64 MiB, as text."""
+    """Return, as text, the number of tokens and the start of the SHA-256 of the first 2**26 tokens."""
     start = hashlib.sha256(dataset.tokens[:2**26].tobytes()).hexdigest()[:8]
     return f"{len(dataset.tokens):,} tokens (sha256 {start})"
 
@@ -123,7 +123,7 @@ def _documents(path: Path) -> list[bytes]:
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
-    """Join documents, each with a byte 0 at its end; return the texts for training and validation, 95 % and 5 %."""
+    """Join documents, each followed by a zero byte; return the texts for training (95 %) and validation (5 %)."""
     if not documents:
         raise UsageError("the folder has no files that end in .txt or .py")
     if len(documents) == 1:

@@ -43,7 +43,7 @@ def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir:
     for files, others, other_dir in ((images, targets, gt_dir), (targets, images, img_dir)):
         orphans = sorted(files.keys() - others.keys())
         if orphans:
-            more = f" (nor have {len(orphans) - 1} more)" if len(orphans) > 1 else ""
+            more = f" (nor do {len(orphans) - 1} other files)" if len(orphans) > 1 else ""
             raise UsageError(f"{files[orphans[0]]}: has no partner in {folder / other_dir}{more}")
     if not images:
         raise UsageError(f"--data-source {data_source}: no {' '.join(EXTENSIONS)} in {folder / img_dir}")
@@ -57,7 +57,7 @@ def _by_name(folder: Path, data_source: str | Path) -> dict[str, str]:
     for path in find_files(folder):
         name = Path(path).relative_to(folder).with_suffix("").as_posix()
         if name in files:
-            raise UsageError(f"{path}: differs from {files[name]} only by its extension; remove one of them")
+            raise UsageError(f"{path}: differs from {files[name]} only in its extension; remove one of them")
         files[name] = path
     return files
 
@@ -76,8 +76,8 @@ class Cuts:
     """Chooses how to resize, crop and flip each pair, with the same values for both images.
 
     With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Without `train`, it
-    crops the center. The shorter side becomes `resize` pixels (0: unchanged); the other keeps the aspect ratio, rounded
-    down.
+    crops the center. The shorter side becomes `resize` pixels (0: unchanged). The longer side keeps the aspect ratio,
+    rounded down.
     """
 
     def __init__(self, resize: int, crop: int, seed: int, train: bool) -> None:
@@ -142,7 +142,7 @@ class Ring:
 
 
 def whole_batches(skip: int, local_batch_size: int) -> int:
-    """Return how many batches `skip` pairs, counted over all processes, fill; raise UsageError if one is incomplete."""
+    """Return the number of batches in `skip` pairs, over all processes; raise UsageError if a batch is incomplete."""
     batches, rest = divmod(skip, local_batch_size * get_world_size())
     if rest or skip < 0:
         raise UsageError(f"set_epoch: {skip} pairs are not a multiple of {local_batch_size * get_world_size()}")
@@ -205,7 +205,7 @@ def make_samples(folder: str | Path) -> None:
 
 
 def scene(height: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """Return a scene (3, H, W) in [0, 1]: clouds, sharp boxes, noise; its JPEG is about the size of a photo's."""
+    """Return a scene (3, H, W) in [0, 1] of clouds, sharp boxes and noise; its JPEG is about as large as a photo's."""
     gray = 0.07 * torch.rand(1, height, width, generator=generator)
     for octave in range(1, 8):
         grid = torch.rand(1, 1, 2**octave, 2**octave, generator=generator) - 0.5

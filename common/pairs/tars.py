@@ -45,8 +45,7 @@ class Shards:
 
     `names` are the names of the two files of a pair, such as ("img", "gt"). `buffer` is the size of the shuffle buffer,
     in pairs. The default `data_source` is a small sample set, which the first call creates. Raises UsageError, naming
-    the file, for a list that cannot be read and for a shard that is missing from the folder or has a different size
-    there.
+    the file, if the list cannot be read, or if a shard in the folder is missing or differs in size from the list.
     """
 
     def __init__(self, data_source: str | None, split: str, names: Sequence[str], buffer: int) -> None:
@@ -78,9 +77,9 @@ class Shards:
         return sum(shard.size for shard in self.shards)
 
     def read(self, shards: Sequence[Shard], first: int, stop: int) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield the pairs number `first` to `stop - 1` of these shards, each as two files (name, content).
+        """Yield the pairs `first` to `stop - 1` of these shards, each as two files (name, content).
 
-        Raises ProcessError, naming the shard, if it cannot be read, or has a different number of pairs.
+        Raises ProcessError, naming the shard, if it cannot be read, or if its number of pairs differs from the list.
         """
         for shard in shards:
             begin, end = max(first, 0), min(stop, shard.size)
@@ -103,10 +102,10 @@ class Shards:
 
 
 def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str, count: int) -> int:
-    """Write pairs of files to shards of `count` pairs, and then their list; return the number of shards.
+    """Write pairs of files to shards of `count` pairs, then write the list of shards; return the number of shards.
 
-    The pairs of "train" are shuffled with a fixed seed,
-    because a reader's buffer mixes only pairs that are close together.
+    The pairs of "train" are shuffled with a fixed seed, because a reader's buffer mixes only pairs that are close
+    together.
     """
     library = _library()
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +227,7 @@ def main() -> None:
     parser.add_argument("--img-dir", default="img", help="folder of input images in the split")
     parser.add_argument("--gt-dir", default="gt", help="the folder of target images")
     parser.add_argument("--output", metavar="SHARDS", required=True, help="folder for the shards and their list")
-    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="best: 100 MB to 1 GB per shard")
+    parser.add_argument("--pairs-per-shard", type=cli.positive_int, default=500, help="aim for 0.1 to 1 GB per shard")
     args = parser.parse_args()
     found = pairs.find_pairs(args.data_source, args.split, args.img_dir, args.gt_dir)
     try:
