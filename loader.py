@@ -6,8 +6,8 @@
 
 DATA contains {train,test}/{img,gt}/SUBDIR/NAME.jpg|png|webp; by default, the script creates samples in
 ./data. If --resize makes a JPEG at least four times smaller, the script decodes it at 1/2, 1/4 or 1/8 scale.
-In photos, pixels then differ from those of a full decode by at most 12 (of 255), on average by less
-than 2.
+In photos, pixels then differ from those of a full decode by at most 12 (of 255), and by less than 2
+on average.
 
 In a training script, call build_loader after init_process_group:
 
@@ -95,7 +95,7 @@ class PairLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch, skip=0):
-        """Set the epoch of the next pass, to resume a run; later passes count on from there.
+        """Set the epoch of the next pass, to resume a run; later passes continue from there.
 
         The next pass skips `skip` pairs (whole batches, over all processes) without decoding them.
         """

@@ -6,7 +6,7 @@
     python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
 
 Pairs, order, crops and flips are the same as in loader.py. DALI decodes only the region of the crop, at full
-scale. On a CPU, pixels differ from loader.py's by at most 1 (of 255). Pixels differ by up to 12 in the
+scale. On a CPU, most pixels differ from loader.py's by at most 1 (of 255). The difference is up to 12 in the
 outermost rows and columns of a crop, and in photos that loader.py decodes at a reduced scale.
 
 Parent: loader.py
@@ -61,7 +61,7 @@ def parse_args():
 
 # new # DALI: DALI requests batches by number, so workers can prepare them in any order
 class PairSource:
-    """Returns batch after batch of this process's pairs: encoded files, and the position of each crop.
+    """Returns one batch of this process's pairs per call: encoded files, and the position of each crop.
 
     StopIteration ends an epoch. Each epoch has its own order and crops.
     """
@@ -131,7 +131,7 @@ class PairLoader:
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
         self.sampler, self.device, self.epoch, self.skip = sampler, device, 1, 0
 
-        # new # DALI: "train" drops the incomplete last batch, "test" keeps it
+        # new # DALI: "train" drops the incomplete last batch; "test" keeps it
         self.pair_list, self.cuts = pair_list, cuts
         self.batch_size = batch_size
         self.workers = workers or 0
@@ -143,7 +143,7 @@ class PairLoader:
         return self.batches
 
     def set_epoch(self, epoch, skip=0):
-        """Set the epoch of the next pass, to resume a run; later passes count on from there.
+        """Set the epoch of the next pass, to resume a run; later passes continue from there.
 
         The next pass skips `skip` pairs (whole batches, over all processes) without decoding them.
         """

@@ -8,7 +8,7 @@
 
 The second command writes the shards; without --data-source, the script creates samples. Each worker reads
 one contiguous part of the shards, so write several shards per worker. In "train", each epoch shuffles the
-shards, and a buffer shuffles the pairs. The batches depend on the numbers of processes and workers: to
+shards, and a buffer shuffles the pairs. The batches depend on the numbers of processes and workers. To
 resume within an epoch, use the same numbers, batch size, buffer and seed.
 
 Parent: loader.py
@@ -83,7 +83,7 @@ class PairDataset:
 
 # new # streaming: each worker reads a part of its process's share in sequence, and makes whole batches
 class Stream(PairDataset, IterableDataset):
-    """The pairs of one process: a range of positions in the shards, whose order each epoch shuffles."""
+    """The pairs of one process: a range of positions in the list of shards, which each epoch shuffles."""
 
     def __init__(self, pair_list, cuts, share, batch_size):
         super().__init__(pair_list, cuts)
@@ -167,7 +167,7 @@ class PairLoader:
         return -(-len(self.sampler) // self.batch_size)
 
     def set_epoch(self, epoch, skip=0):
-        """Set the epoch of the next pass, to resume a run; later passes count on from there.
+        """Set the epoch of the next pass, to resume a run; later passes continue from there.
 
         The next pass skips `skip` pairs (whole batches, over all processes) without decoding them.
         """

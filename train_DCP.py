@@ -66,7 +66,7 @@ def parse_args():
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
@@ -86,7 +86,7 @@ def parse_args():
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also to evaluate")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also in evaluation")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
@@ -105,7 +105,7 @@ class ResumableSampler(DistributedSampler):
         return islice(super().__iter__(), self.first, None)
 
 
-# new # DCP: copy the shards now, write the copies while training continues; .metadata comes last
+# new # DCP: copy the shards now, and write the copies while training continues; .metadata comes last
 def save(folder, steps, state, group, stager, saving, **values):
     folders.wait(saving)
     folders.prune(folder)
@@ -323,7 +323,7 @@ def main(args):
                 errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
                 values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss, "order": order}
 
-                # new # DCP: elastic: save the shards in a folder named after the steps of all epochs
+                # new # DCP: elastic: save the shards in a folder named after the total number of steps
                 done = (epoch - 1) * len(train_loader) + step
                 values |= {"score": best_score, "best_score": best_score}
                 saving = save(folder, done, state, cpu_group, stager, saving, **values)

@@ -53,7 +53,7 @@ def parse_args():
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
@@ -69,10 +69,10 @@ def parse_args():
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
     # new # PP
-    parser.add_argument("--micro-batches", type=cli.positive_int, help="per batch (default: from stages)")
+    parser.add_argument("--micro-batches", type=cli.positive_int, help="per batch (default: 2+ per stage)")
     parser.add_argument("--chunks", type=cli.positive_int, default=1, help="stages per process, interleaved")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also to evaluate")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also in evaluation")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
 

@@ -1,4 +1,4 @@
-"""Train with mixed precision, accumulation, clipping, snapshots, restarts and the usual recipe together.
+"""Combine mixed precision, accumulation, clipping, snapshots and restarts with a training recipe.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts fail without this
     torchrun --nproc-per-node=gpu --max-restarts=3 train_combined.py --resume auto
@@ -58,7 +58,7 @@ def parse_args():
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
@@ -213,7 +213,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
-    # new # combined: amp: fp16 skips steps that overflow; warm-up and average count only the others
+    # new # combined: amp: fp16 skips steps that overflow; warm-up and average ignore those steps
     state["warm_up"] = recipe.WarmUp(optimizer, args.warm_up)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
     if average:

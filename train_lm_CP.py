@@ -94,7 +94,7 @@ def parse_args():
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
 
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
@@ -109,14 +109,14 @@ def parse_args():
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # lm_CP: TP: both sizes
+    # new # lm_CP: TP: the sizes of both groups
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
     parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also to evaluate")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also in evaluation")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
@@ -124,7 +124,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # lm_CP: the keys or values of all positions; in backward, their gradients come from all processes
+# new # lm_CP: gather the keys or values of all positions; backward() sums their gradients
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, group, order):
@@ -141,7 +141,7 @@ class Gather(torch.autograd.Function):
         return part, None, None
 
 
-# new # lm_CP: queries attend from the positions of this process to all positions
+# new # lm_CP: this process's queries attend to all positions
 def attend(group, order, q, k, v, mask):
     gathered = [Gather.apply(part, group, order) for part in (k, v)]
     return context.attend(q, *gathered, mask, group.rank(), group.size())
@@ -205,7 +205,7 @@ def main(args):
     # new # TP: the processes of a tensor group read the same samples
     grid = dist.init_device_mesh(device.type, **tensor_parallel.grid(args.tensor_parallel, device))
 
-    # new # lm_CP: TP: so do those of a context group; FSDP2 shards over "data" of `grid`, which has both
+    # new # lm_CP: TP: a context group also reads the same samples; FSDP2 shards over data and context
     cube = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
     rank, world_size = cube["data"].get_local_rank(), cube["data"].size()
 
@@ -227,7 +227,7 @@ def main(args):
     # new # lm
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: tensors without data
+    # new # lm_TP: FSDP + lm: create tensors without data
     model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
@@ -235,7 +235,7 @@ def main(args):
 
     if args.weights:
 
-        # new # lm: also those that transformers writes
+        # new # lm: also accepts weights that transformers wrote
         llama.load_weights(model, args.weights)
 
     if args.freeze_layers:
@@ -256,7 +256,7 @@ def main(args):
     parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=root_policy))
     shards.fill(model, weights, device).register_forward_pre_hook(shards.channels_last)
 
-    # new # lm_CP: attention alone needs other positions than those of this process
+    # new # lm_CP: only attention needs the positions of other processes
     context_group = cube["context"].get_group()
     positions = context.order(args.length, context_group.size(), device)
     model.positions = positions[context_group.rank()]
@@ -299,7 +299,7 @@ def main(args):
 
         return
 
-    # new # lm_CP: TP: all sizes
+    # new # lm_CP: TP: show the sizes of both groups
     sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
     layout = f"{world_size} group(s) of {sizes} process(es) x 1 micro-batch x {local_batch_size}"
 
@@ -331,7 +331,7 @@ def main(args):
         for step, batch in enumerate(bar, 1):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
 
-            # new # lm_CP: the datasets have shifted the labels: cut them as the inputs are cut
+            # new # lm_CP: the labels are already shifted, so take the same positions as for the inputs
             labels = model.part(labels)
 
             optimizer.zero_grad()
@@ -434,7 +434,7 @@ if __name__ == "__main__":
         # new # DDP
         join_group(args)
 
-        # new # lm_TP: the cross-entropy of logits that are split by vocabulary, and its backward()
+        # new # lm_TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
         with parallel.loss_parallel():
             main(args)
 

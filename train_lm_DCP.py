@@ -39,7 +39,7 @@ from common.recipe import WarmUp
 # new # lm_CP
 from common.language import context
 
-# new # lm_4D: PP: FSDP has imported the rest
+# new # lm_4D: PP: the rest is already imported for FSDP
 from common import pipeline
 from common.language import stages
 
@@ -120,7 +120,7 @@ def parse_args():
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
 
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
@@ -135,7 +135,7 @@ def parse_args():
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # lm_CP: TP: both sizes
+    # new # lm_CP: TP: the sizes of both groups
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
     parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
@@ -143,13 +143,13 @@ def parse_args():
     parser.add_argument("--pipeline-parallel", type=cli.positive_int, help="stages (default: 2)")
 
     # new # PP
-    parser.add_argument("--micro-batches", type=cli.positive_int, help="per batch (default: from stages)")
+    parser.add_argument("--micro-batches", type=cli.positive_int, help="per batch (default: 2+ per stage)")
     parser.add_argument("--chunks", type=cli.positive_int, default=1, help="stages per process, interleaved")
 
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also to evaluate")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also in evaluation")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
@@ -160,7 +160,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # lm_CP: the keys or values of all positions; in backward, their gradients come from all processes
+# new # lm_CP: gather the keys or values of all positions; backward() sums their gradients
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, group, order):
@@ -177,7 +177,7 @@ class Gather(torch.autograd.Function):
         return part, None, None
 
 
-# new # lm_CP: queries attend from the positions of this process to all positions
+# new # lm_CP: this process's queries attend to all positions
 def attend(group, order, q, k, v, mask):
     gathered = [Gather.apply(part, group, order) for part in (k, v)]
     return context.attend(q, *gathered, mask, group.rank(), group.size())
@@ -191,7 +191,7 @@ class ResumableSampler(DistributedSampler):
         return islice(super().__iter__(), self.first, None)
 
 
-# new # DCP: copy the shards now, write the copies while training continues; .metadata comes last
+# new # DCP: copy the shards now, and write the copies while training continues; .metadata comes last
 def save(folder, steps, state, group, stager, saving, **values):
     folders.wait(saving)
     folders.prune(folder)
@@ -257,7 +257,7 @@ def create_schedule(parts, micro_batches, device, group, loss=None):
     return Schedule1F1B(stages[0], micro_batches, loss)
 
 
-# new # lm_4D: PP: each stage gets the tokens: the document mask depends on them
+# new # lm_4D: PP: each stage gets the tokens, because the document mask depends on them
 def forward(schedule, batch_size, group, tokens):
     rows = tokens[torch.arange(batch_size, device=tokens.device) % len(tokens)]
     outputs = schedule.eval(*[rows][:group.rank() == 0], tokens=rows)
@@ -286,13 +286,13 @@ def main(args):
     grid = dist.init_device_mesh(device.type, **shape)
     group = grid["pipeline"].get_group()
 
-    # new # lm_CP: TP: so do those of a context group; FSDP2 shards over "data" of `grid`, which has both
+    # new # lm_CP: TP: a context group also reads the same samples; FSDP2 shards over data and context
     cube = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
     rank, world_size = cube["data"].get_local_rank(), cube["data"].size()
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
-    # new # lm_4D: PP: of the samples of one pipeline
+    # new # lm_4D: PP: divide one pipeline's samples into micro-batches
     micro_batches = pipeline.split_batch(local_batch_size, args.micro_batches, group.size(), args.chunks)
 
     # new # lm_DCP: elastic + TP
@@ -315,7 +315,7 @@ def main(args):
     # new # lm
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: tensors without data
+    # new # lm_TP: FSDP + lm: create tensors without data
     model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
@@ -323,7 +323,7 @@ def main(args):
 
     if args.weights:
 
-        # new # lm: also those that transformers writes
+        # new # lm: also accepts weights that transformers wrote
         llama.load_weights(model, args.weights)
 
     if args.freeze_layers:
@@ -342,7 +342,7 @@ def main(args):
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
-    # new # lm_4D: FSDP + PP: each stage is a root of FSDP2; other processes' layers stay on the meta device
+    # new # lm_4D: FSDP + PP: each stage is an FSDP2 root; other processes' layers stay on the meta device
     parts = stages.cut(model, group.size() * args.chunks, group.size())[group.rank()::group.size()]
     for part in parts:
         shards.sum_gradients(fully_shard(part, mesh=mesh, mp_policy=root_policy))
@@ -357,7 +357,7 @@ def main(args):
     # new # lm_4D: PP: only the first process of a pipeline gives its stage an input
     model.forward = partial(forward, evaluation, local_batch_size, group)
 
-    # new # lm_CP: attention alone needs other positions than those of this process
+    # new # lm_CP: only attention needs the positions of other processes
     context_group = cube["context"].get_group()
     positions = context.order(args.length, context_group.size(), device)
     model.positions = positions[context_group.rank()]
@@ -409,10 +409,10 @@ def main(args):
 
         return
 
-    # new # lm_CP: TP: all sizes
+    # new # lm_CP: TP: show the sizes of both groups
     sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
 
-    # new # lm_4D: lm_CP + PP: all sizes
+    # new # lm_4D: lm_CP + PP: show the sizes of all groups
     layout = f"{world_size} group(s) of {sizes} x {group.size()} (pipeline) process(es)"
     layout += f" x {micro_batches} micro-batches x {local_batch_size // micro_batches}"
 
@@ -459,18 +459,18 @@ def main(args):
 
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
 
-            # new # lm_CP: the datasets have shifted the labels: cut them as the inputs are cut
+            # new # lm_CP: the labels are already shifted, so take the same positions as for the inputs
             labels = model.part(labels)
 
             optimizer.zero_grad()
 
-            # new # lm_4D: PP: forward and backward of each micro-batch; each stage also gets the tokens
+            # new # lm_4D: PP: run forward and backward on each micro-batch; each stage also gets the tokens
             losses, inputs = [], normalize(images)
             schedule.step(*[inputs][:group.rank() == 0], tokens=inputs, target=labels, losses=losses)
 
             loss = sum(losses, torch.zeros((), device=device)) / micro_batches
 
-            # new # lm_4D: both copies of a tied embedding get both gradients; the norm covers all stages
+            # new # lm_4D: copies of a tied embedding get the summed gradient; the norm covers all stages
             stages.sum_tied(model, group)
             shards.clip_grad_norm(model.parameters(), args.clip_norm, group, stages.tied(model, group))
 
@@ -505,7 +505,7 @@ def main(args):
                 errors.require_finite(norm, f"epoch {epoch}, step {step}: the norm of the weights")
                 values = {"epoch": epoch - 1, "step": step, "train_loss": train_loss, "order": order}
 
-                # new # DCP: elastic: save the shards in a folder named after the steps of all epochs
+                # new # DCP: elastic: save the shards in a folder named after the total number of steps
                 done = (epoch - 1) * len(train_loader) + step
                 values |= {"score": best_score, "best_score": best_score}
                 saving = save(folder, done, state, cpu_group, stager, saving, **values)
@@ -597,7 +597,7 @@ if __name__ == "__main__":
         # new # DDP
         join_group(args)
 
-        # new # lm_TP: the cross-entropy of logits that are split by vocabulary, and its backward()
+        # new # lm_TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
         with parallel.loss_parallel():
 
             # new # lm_DCP: lm_TP + elastic: exit code 85 tells a batch script to requeue the job

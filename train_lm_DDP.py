@@ -64,7 +64,7 @@ def parse_args():
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
 
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
@@ -148,7 +148,7 @@ def main(args):
 
     if args.weights:
 
-        # new # lm: also those that transformers writes
+        # new # lm: also accepts weights that transformers wrote
         llama.load_weights(model, args.weights)
 
     if args.freeze_layers:

@@ -66,7 +66,7 @@ PLAN["logits"] = parallel.PrepareModuleInput(
 PLAN["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
 PLAN["lm_head"] = ColwiseParallel()
 
-# new # lm_EP: a mixture of experts works on the part of each sequence that a process has
+# new # lm_EP: a mixture of experts computes this process's part of each sequence
 MIXTURES = {"model.layers.*.mlp.gate": tensor_parallel.SequenceParallel()}
 MIXTURES["model.layers.*.mlp"] = parallel.PrepareModuleInput(
     input_layouts=Shard(1), desired_input_layouts=Shard(1))
@@ -76,7 +76,7 @@ MIXTURES["model.layers.*.mlp.experts"] = parallel.PrepareModuleInput(
 
 # new # lm_EP
 class Exchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to process i, receives `received[i]`; backward() sends the gradients back."""
+    """Sends `sent[i]` rows to process i and receives `received[i]`; backward() returns the gradients."""
 
     @staticmethod
     def forward(ctx, rows, sent, received):
@@ -90,7 +90,7 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(gradient, *ctx.sizes), None, None
 
 
-# new # lm_EP: replaces experts.compute(): send each row to the process that has its expert, and back
+# new # lm_EP: replaces experts.compute(): send rows to the processes with their experts, and results back
 def travel(rows, counts, gate_up, down):
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
@@ -129,7 +129,7 @@ def parse_args():
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
 
-    parser.add_argument("--workers", type=cli.count, help="loader processes (default: from data and cores)")
+    parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
     parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
@@ -150,7 +150,7 @@ def parse_args():
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also to evaluate")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, also in evaluation")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
 
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help="set by old launchers")
@@ -234,7 +234,7 @@ def main(args):
     # new # lm
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: tensors without data
+    # new # lm_TP: FSDP + lm: create tensors without data
     model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
@@ -242,13 +242,13 @@ def main(args):
 
     if args.weights:
 
-        # new # lm: also those that transformers writes
+        # new # lm: also accepts weights that transformers wrote
         llama.load_weights(model, args.weights)
 
     if args.freeze_layers:
         models.freeze_layers(model)
 
-    # new # lm_EP: all processes divide the experts of each layer; FSDP2 must leave them alone
+    # new # lm_EP: divide the experts of each layer over all processes; FSDP2 must not shard them
     everyone = dist.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("experts",))
     for module in [part for part in model.modules() if isinstance(part, experts.Experts)]:
         module.compute = travel
@@ -353,7 +353,7 @@ def main(args):
 
             loss.backward()
 
-            # new # lm_EP: the gradients of experts are sums over the groups; the others are averages
+            # new # lm_EP: other gradients are averages over the groups; those of experts are still sums
             for gradient in [weight.grad for weight in own if weight.grad is not None]:
                 gradient /= world_size
 
@@ -450,7 +450,7 @@ if __name__ == "__main__":
         # new # DDP
         join_group(args)
 
-        # new # lm_TP: the cross-entropy of logits that are split by vocabulary, and its backward()
+        # new # lm_TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
         with parallel.loss_parallel():
             main(args)
 
