@@ -108,7 +108,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
 
     The content goes to a temporary file, which is flushed to disk and renamed, so a crash leaves either the old file or
     the new one. Each of `names` becomes a hard link, or a copy if the file system does not support links. Raises
-    ProcessError if the file cannot be written (disk full, no permission).
+    ProcessError if the file cannot be written, for example because the disk is full.
     """
     temporary, other = (Path(path).with_name(f".{Path(path).name}.{kind}") for kind in ("tmp", "link"))
     try:
@@ -127,7 +127,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
             other.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise ProcessError(f"cannot save {path}: {reason(cause)}; earlier checkpoints are intact") from None
-    with contextlib.suppress(OSError):  # flush the folder too: it stores the new name; Windows cannot open folders
+    with contextlib.suppress(OSError):  # flush the folder, which stores the new name; Windows cannot open folders
         directory = os.open(Path(path).parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)

@@ -24,7 +24,7 @@ def prepare(name: str | None, deterministic: bool, local_rank: int | None = None
 
 
 def select_device(name: str | None, local_rank: int | None = None) -> torch.device:
-    """Return the device `name`; by default the accelerator, or the CPU if there is none.
+    """Return the device `name`; by default, the accelerator, or the CPU if there is none.
 
     A process in a group passes its `local_rank` and gets its own device. A device with an index becomes the current
     device: otherwise, the process, or only its memory-pinning thread, would also open a context on device 0. Raises
@@ -67,9 +67,9 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 
     `name` is the value of --device or None, `accelerator` is the host's type of accelerator ("cuda", "mps", None), and
     `count` is the number of its visible devices. A process in a group has a `local_rank` among the `processes` of its
-    host, and may use the types in `in_groups`. Local ranks wrap around at `count`: processes share devices if there are
-    too few, and use index 0 if a scheduler shows each process only its own device. Raises UsageError if the processes
-    cannot use this device.
+    host, and may use the types in `in_groups`. Local ranks wrap around at `count`. So processes share devices if there
+    are too few, and each process uses index 0 if a scheduler shows it only one device. Raises UsageError if the
+    processes cannot use this device.
     """
     try:
         device = torch.device(name or accelerator or "cpu")

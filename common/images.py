@@ -61,7 +61,7 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def decode(path: str | os.PathLike[str], content: bytes | None = None) -> torch.Tensor:
-    """Return the image in a file, `uint8` of shape (3, H, W): upright, without alpha, scaled from 16 to 8 bits.
+    """Return the image in a file, `uint8` of shape (3, H, W): upright, without alpha, 16-bit values scaled to 8 bits.
 
     `content` is the file's bytes if the caller has read them; `path` then only names the file in errors. Raises
     ProcessError, naming the file, if it is not an image, is damaged or has too many pixels: see `read`.

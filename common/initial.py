@@ -25,7 +25,7 @@ OVERWRITE = {aten.uniform_.default, aten.normal_.default, aten.zero_.default, at
 def outline(create: Callable[..., nn.Module], *args: Any) -> "tuple[nn.Module, Weights]":
     """Return the model `create(*args)` on the meta device, and its initial weights; all processes must call this.
 
-    If `create` does something that cannot be recorded, such as drawing with NumPy, rank 0 creates the full model.
+    If `create` does something that cannot be recorded, such as using NumPy's generator, rank 0 creates the full model.
     """
     state = torch.get_rng_state()
     with torch.device("meta"), Recorder() as recorder, Watch(recorder):
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Watch(TorchFunctionMode):
-    """Sets the recorder's `known` to False if code reads `Tensor.is_meta`: torch.nn.init may skip tensors on meta."""
+    """Sets the recorder's `known` to False if code reads `Tensor.is_meta`: torch.nn.init may skip meta tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

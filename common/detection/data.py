@@ -60,7 +60,7 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
 
 
 class BoxDataset:
-    """Base class: `_read` of a subclass returns an image (3, S, S) and its rows (m, 5): class, x1, y1, x2, y2."""
+    """Base class; a subclass's `_read(index)` returns an image (3, S, S) and its rows (m, 5): class, x1, y1, x2, y2."""
 
     _read: Callable[[int], tuple[Tensor, Tensor]]
 

@@ -54,7 +54,7 @@ def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> No
 
 
 def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, float]:
-    """Return {"mAP50": mAP at IoU 0.5, "mAP": mean mAP over IoUs 0.5 to 0.95}, over the classes that have boxes.
+    """Return {"mAP50": mAP at IoU 0.5, "mAP": its mean over IoUs 0.5 to 0.95}; classes without true boxes are left out.
 
     `rows`, of shape (R, 3), are the rows that `match` returns for all images. Their order does not matter: rows with
     equal scores are sorted by result. `boxes`, of shape (num_classes,), holds the number of true boxes per class.

@@ -72,7 +72,7 @@ class YOLOv3(nn.Module):
                  norm: Norm) -> None:
         super().__init__()
         self.num_classes = num_classes
-        # not a buffer: DDP would broadcast it in every step
+        # not a buffer, because by default, DDP broadcasts buffers in every step
         self.anchors = nn.Parameter(anchors.to(torch.get_default_dtype(), copy=True), requires_grad=False)
         self.backbone = Backbone(depths, width, norm)
         self.heads = nn.ModuleList()  # per stride, 32 to 8: the input from the coarser head, the body, the output
@@ -111,7 +111,7 @@ def create_model(name: str, num_classes: int, anchors: Tensor) -> YOLOv3:
 
 
 def _flatten(outputs: Outputs) -> tuple[Tensor, Tensor]:
-    """Return the predictions (N, K, 5 + classes) at all K places, at least float32, and the places (K, 5).
+    """Return the predictions (N, K, 5 + classes) at all K places, in at least float32, and the places (K, 5).
 
     A place is its cell's x and y, its stride, and its anchor's width and height. Stride 8 comes first; the places of
     a stride are in the order (rows, columns, anchors).
@@ -143,7 +143,7 @@ def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
     cells = size // stride  # cells per row
     x, y = ((boxes[:, :2] + boxes[:, 2:]) / 2 / stride[:, None]).long().unbind(1)
     x, y = (cell.clamp(min=0).minimum(cells - 1) for cell in (x, y))  # a center may be on the image's border
-    before = 4 * ((size // STRIDES[0]) ** 2 - cells ** 2)  # places of the smaller strides: a geometric series
+    before = 4 * ((size // STRIDES[0]) ** 2 - cells ** 2)  # number of places at smaller strides: a geometric series
     return before + (y * cells + x) * 3 + anchor % 3
 
 

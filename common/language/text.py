@@ -85,7 +85,10 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int,
 
 
 def end(vocabulary: int, other: int | None) -> int:
-    """Return the token that ends a document: 0 for bytes, 50256 for GPT-2's vocabulary, `other` for all others."""
+    """Return the token that ends a document: 0 for bytes, 50256 for GPT-2's vocabulary, and otherwise `other`.
+
+    Raises UsageError if there is no such token.
+    """
     found = {BYTES: 0, GPT2: 50256}.get(vocabulary, other)
     if found is None:
         raise UsageError("--document-mask: the model's config.json has no eos_token_id, which would end a document")

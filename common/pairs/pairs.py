@@ -76,8 +76,8 @@ class Cuts:
     """Chooses how to resize, crop and flip each pair, with the same values for both images.
 
     With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Without `train`, it
-    crops the center. The shorter side becomes `resize` pixels (0: unchanged). The longer side keeps the aspect ratio,
-    rounded down.
+    crops the center. The shorter side becomes `resize` pixels (0: unchanged). The longer side is scaled in proportion
+    and rounded down.
     """
 
     def __init__(self, resize: int, crop: int, seed: int, train: bool) -> None:
