@@ -25,8 +25,8 @@ from benchmarks import measure
 from benchmarks.tables import path_of, ratio, save, spread, step_table
 from common import datasets, devices, endings, errors, models
 
-PLAIN, PRECISIONS = "as the scripts", {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CHANGES = {PLAIN: {}, "torch's own layout": {"contiguous": True}, "fused optimizer": {"fused": True},
+PLAIN, PRECISIONS = "as in the scripts", {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CHANGES = {PLAIN: {}, "torch's default layout": {"contiguous": True}, "fused optimizer": {"fused": True},
            "torch.compile": {"compiled": True}}
 ON_ACCELERATORS = {"sent as floats, normalized before": {"floats": True}}
 IN_BF16 = {"bf16": {"dtype": torch.bfloat16}, "bf16, torch.compile": {"dtype": torch.bfloat16, "compiled": True}}

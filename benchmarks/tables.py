@@ -62,9 +62,10 @@ def caption(content: dict, rounds: str, *task: str) -> str:
     """Return the line above a table: task, hardware, versions, and the number of `rounds`."""
     args, where = content["arguments"], content["machine"]
     task = ", ".join([args["dataset"], args["model"], f"batch {args['batch_size']}", *task])
+    figures = rounds if rounds == "1 launch" else f"median of {rounds} (lowest to highest)"
     threads = f", {count(content['threads'], 'thread')}" if "threads" in content and not where["gpu"] else ""
     return (f"{task}; {where['gpu'] or where['cpu']}, {where['cores']} cores ({where['vectors']}){threads}, torch "
-            f"{where['torch']}, commit {where['commit']}, {where['date']}; median of {rounds} (lowest to highest):\n\n")
+            f"{where['torch']}, commit {where['commit']}, {where['date']}; {figures}:\n\n")
 
 
 def compare_table(content: dict) -> str:
@@ -106,8 +107,8 @@ def step_table(content: dict) -> str:
             + table(["step", "ms", "times as fast", "first step, s", "peak memory"], rows)
             + f"\n\nMatrix products run at {rates['float32']:,.0f} GFLOP/s in float32 and {rates['bfloat16']:,.0f} in "
             f"bfloat16. The forward and backward passes of one image take {content['operations_per_image'] / 1e6:,.1f} "
-            f"MFLOP. At the rate of the matrix products, this would take {around(share, '.0%')} of the step's time. "
-            f"An epoch of `{args['script']}` trains for {script['seconds']['median']:.2f} s, and spends "
+            f"MFLOP. At the rate of the matrix products, these passes would take {around(share, '.0%')} of the step's "
+            f"time. An epoch of `{args['script']}` trains for {script['seconds']['median']:.2f} s, and spends "
             f"{script['waits']['median']:.1%} of that time waiting for data (at most "
             f"{script['waits']['highest']:.1%}).")
 
@@ -160,7 +161,7 @@ def sharding_table(content: dict) -> str:
             + table(["script", "seconds per step"], [[f"`{script}`", text] for script, text in seconds.items()])
             + f"\n\nA step of `train_FSDP.py` is {around(speed)} times as fast as one of `train_DDP.py`.\n\n"
             + table([f"`train_PP.py`, {stages} stages", "bubble by the formula", "share of idle time"], bubbles)
-            + "\n\n" + table(["saves", "wait per checkpoint, s", "epoch, s", "relative to the epoch"], waits))
+            + "\n\n" + table(["script", "wait per checkpoint, s", "epoch, s", "relative to the epoch"], waits))
 
 
 def language_table(content: dict) -> str:
@@ -174,7 +175,7 @@ def language_table(content: dict) -> str:
             + caption(content, count(args["epochs"] - 1, "round"), f"{args['length']} tokens per window",
                       f"{args['epochs'] * (args['windows'] // args['batch_size']):,} steps")
             + table(["what", "parameters", "tokens/s", "speed of train_lm.py, divided by this", "validation loss",
-                     "epochs in which train_lm.py reaches it"], rows))
+                     "epochs until train_lm.py reaches it"], rows))
 
 
 def ratio_table(contents: list[dict]) -> str:

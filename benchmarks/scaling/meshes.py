@@ -121,6 +121,6 @@ def compute() -> dict:
     found = {where: {f"{name}, {gpus:,}": choose(model, gpus, link) for name, model in MODELS.items()
                      for gpus in GPUS} for where, link in LINKS.items() if not where.startswith("10 ")}
     few, many = Plan(8, 1, 1, sequences=2), Plan(128, 1, 1, sequences=2)
-    speed = [efficiency(PUBLISHED, plan, LINKS["400 Gb/s a GPU"]) for plan in (few, many)]
+    speed = [efficiency(PUBLISHED, plan, LINKS["400 Gb/s per GPU"]) for plan in (few, many)]
     less = (memory(PUBLISHED, few) - memory(PUBLISHED, many)) / 2 ** 30
     return {"meshes": found, "torchtitan": {"speed": speed[1] / speed[0], "less": less}}

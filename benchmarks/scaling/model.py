@@ -6,9 +6,9 @@ NODE = 8  # GPUs per host
 FLOPS = 989e12 * 0.4  # the bfloat16 peak of an H100, and the fraction that training reaches: see docs/scaling.md
 BUCKET = 25 * 2 ** 20  # bytes: DistributedDataParallel's bucket_cap_mb
 LINKS = {  # bytes/s into and out of one host, and seconds per hop; docs/scaling.md cites the sources
-    "10 Gb/s a host": {"bandwidth": 10e9 / 8, "latency": 50e-6},
-    "100 Gb/s a host": {"bandwidth": 100e9 / 8, "latency": 14e-6},
-    "400 Gb/s a GPU": {"bandwidth": NODE * 400e9 / 8, "latency": 14e-6}}
+    "10 Gb/s per host": {"bandwidth": 10e9 / 8, "latency": 50e-6},
+    "100 Gb/s per host": {"bandwidth": 100e9 / 8, "latency": 14e-6},
+    "400 Gb/s per GPU": {"bandwidth": NODE * 400e9 / 8, "latency": 14e-6}}
 NVLINK = {"bandwidth": 450e9, "latency": 3.4e-6}  # bytes/s in each direction between the GPUs of one host
 TCP_LATENCY = 50e-6  # gloo's latency, at any bandwidth
 BACKWARD = 2 / 3  # fraction of a step

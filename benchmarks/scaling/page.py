@@ -9,8 +9,8 @@ MEMORY = 80e9  # bytes of an H100
 REMEDIES = {"plain": "plain DDP", "accumulate": "4 micro-batches", "bf16": "bf16 gradients", "both": "both",
             "sharded": "FSDP2"}
 KINDS = ["FSDP2", "FSDP2, TP", "FSDP2, PP", "FSDP2, TP, PP"]
-MEMORIES = {"ddp_sgd": "DDP, SGD", "ddp_adam": "DDP, Adam", "fsdp_adam_8": "FSDP2, Adam, 8", "fsdp_adam_64": "64",
-            "fsdp_adam_1024": "1,024"}
+MEMORIES = {"ddp_sgd": "DDP, SGD", "ddp_adam": "DDP, Adam", "fsdp_adam_8": "FSDP2, Adam, on 8", "fsdp_adam_64": "on 64",
+            "fsdp_adam_1024": "on 1,024"}
 
 
 def time_of(seconds: float) -> str:
@@ -42,7 +42,7 @@ def render(result: dict) -> list[str]:
     found, tables, models = result["inputs"], result["tables"], result["inputs"]["models"]
     steps = {name: time_of(model["step_seconds"]) for name, model in models.items()}
     parts = [
-        table(["at 1,024 processes", *REMEDIES.values(), "step assumed", "90% on 8: step", "64", "1,024"],
+        table(["at 1,024 processes", *REMEDIES.values(), "assumed step", "step for 90% on 8", "on 64", "on 1,024"],
               [[row, *(f"{values[key]:.0%}" if key in values else "-" for key in REMEDIES),
                 steps[row.split(", ")[0]], *map(time_of, tables["ninety"][row])]
                for row, values in tables["remedies"].items()]),
@@ -51,12 +51,12 @@ def render(result: dict) -> list[str]:
         table(["", *MEMORIES.values()],
               [[name, *(size_of(values[key]) + (" (!)" if values[key] > MEMORY else "") for key in MEMORIES)]
                for name, values in tables["memory"].items()]),
-        table(["400 Gb/s a GPU", *KINDS, "best at 100 Gb/s a host"],
-              [[row, *(plan_of(found, kind) for kind in KINDS), plan_of(tables["meshes"]["100 Gb/s a host"][row])]
-               for row, found in tables["meshes"]["400 Gb/s a GPU"].items()])]
+        table(["400 Gb/s per GPU", *KINDS, "best at 100 Gb/s per host"],
+              [[row, *(plan_of(found, kind) for kind in KINDS), plan_of(tables["meshes"]["100 Gb/s per host"][row])]
+               for row, found in tables["meshes"]["400 Gb/s per GPU"].items()])]
     text = TEXT.read_text().format(
         **found, batch=meshes.BATCH, sums=meshes.SUMS, limit=size_of(meshes.LIMIT), titan=tables["torchtitan"],
         size={name: size_of(4 * model["parameters"]) for name, model in models.items()},
         cnn={name: time_of(value) for name, value in found["cnn_step"].items()},
-        gflop=found["resnet50_flops_per_image"] / 1e9, rings=tables["rings_alone"]["1B transformer, 400 Gb/s a GPU"])
+        gflop=found["resnet50_flops_per_image"] / 1e9, rings=tables["rings_alone"]["1B transformer, 400 Gb/s per GPU"])
     return [f"{part.strip()}\n" for part in [*parts, text]]

@@ -58,7 +58,7 @@ def test_a_small_model_on_meshes_by_hand():
     """The model has 2**20 parameters and 8 blocks of width 64; a step has 1,024 sequences of 4,096 tokens."""
     model = {"parameters": 2**20, "layers": 8, "width": 64, "keys": 64, "hidden": 256, "gated": False,
              "vocabulary": 1000, "sequence": 4096}
-    link, product = scaling.LINKS["400 Gb/s a GPU"], 6 * 2**20 * 4096 / scaling.FLOPS  # seconds of a sequence
+    link, product = scaling.LINKS["400 Gb/s per GPU"], 6 * 2**20 * 4096 / scaling.FLOPS  # seconds of a sequence
     alone, tensor, pipeline = meshes.Plan(1, 1, 1), meshes.Plan(1, 2, 1), meshes.Plan(1, 1, 8)
     assert meshes.step_time(model, alone, link) == pytest.approx(1024 * product)
     assert meshes.step_time(model, alone._replace(recompute=True), link) == pytest.approx(1024 * product * 4 / 3)
