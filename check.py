@@ -5,10 +5,10 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
 Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0: fit to train. 1: a finding
-prevents training. 2: wrong usage. Launchers report any failure as 1. If a stage, or one measurement, takes longer than
---limit, the report names the stage and the ranks that are missing, silent or unreachable. If torchrun itself waits for
-a host, it has not started this file yet: start the ranks by hand, as in the third command. Bus bandwidth is defined as
-in nccl-tests, so that you can compare it with the speed of the links for any number of ranks.
+prevents training. 2: wrong usage. Launchers report any failure as 1. If a stage or a single measurement takes longer
+than --limit, the report names the stage and the ranks that are missing, silent or unreachable. While torchrun itself
+waits for a host, it does not start this file. In this case, start the ranks by hand, as in the third command. Bus
+bandwidth is defined as in nccl-tests: for any number of ranks, you can compare it with the speed of the links.
 """
 import argparse
 import contextlib
@@ -34,8 +34,8 @@ STAGES = "name port store ranks pairs folder group all-reduce collectives produc
 REMEDIES = {  # what to do about each finding, worst first
     "name": "correct MASTER_ADDR, or add the name to DNS or /etc/hosts on this host; an IP address works, too",
     "port-in-use": "choose another MASTER_PORT, or end the process that listens there (ss -ltnp)",
-    "port": "if refused, start rank 0 on the host MASTER_ADDR; if timed out, open the port in the firewall",
-    "store": "look at rank 0 or, under torchrun, the launcher on that host: it is stopped, swapping or lost",
+    "port": "if the connection is refused, start rank 0 on MASTER_ADDR; if it times out, open the port in the firewall",
+    "store": "look at rank 0 or, under torchrun, at the launcher on that host: it is stopped, swapping or lost",
     "missing": "read the messages of these ranks; if they only start slowly, raise --limit",
     "failed": "read the traceback of this rank",
     "silent": "look for these processes on their hosts (ps, dmesg): stopped, swapping, out of memory, or lost",
@@ -58,7 +58,7 @@ REMEDIES = {  # what to do about each finding, worst first
     "clock": "synchronize the clocks (chrony): logs and file times disagree"}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the old name, before torch 2.14
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-COLLECTIVES = {  # name: (bytes on the bus per byte, with many ranks; the call; the index of the result tensor)
+COLLECTIVES = {  # name: (bytes on the bus per byte, if there are many ranks; the call; the index of the result tensor)
     "all-reduce": (2, lambda whole, part, other: dist.all_reduce(whole), 0),
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
@@ -102,9 +102,9 @@ def judge(everyone):
                 ("locks", sum(facts["locked"] for facts in here) > 1, False, "the folder has no working locks"),
                 ("shm", my["shm"] < 1024, my["shm"] < 32, f"/dev/shm has {my['shm']:.0f} MiB"),
                 ("open-files", my["open-files"] < 4096, my["open-files"] < 256, f"only {my['open-files']} open files"),
-                ("memory", my["memory"] < 1024 * len(near), False, f"{len(near)} share {my['memory']:.0f} MiB"),
+                ("memory", my["memory"] < 1024 * len(near), False, f"{len(near)} ranks share {my['memory']:.0f} MiB"),
                 ("cores", my["quota"] < sum(bool({*my["cores"]} & {*each["cores"]}) for each in near), False,
-                 f"{len(near)} share {my['quota']:g} cores"),
+                 f"{len(near)} ranks share {my['quota']:g} cores"),
                 ("slow-rank", my["slower"] > (1.5 if my["device"] == "cpu" else 1.2), False,
                  f"a matrix product takes {my['slower']:.1f} times as long as on the median rank"),
                 ("clock", abs(my["clock"]) > 1, False, f"the clock is {my['clock']:+.0f} s from rank 0's")):
@@ -130,7 +130,7 @@ def place(env):
 
 
 def read(path, pattern="(.*)"):
-    """Return what a pattern finds in a system file, or None."""
+    """Return the text that a pattern's group matches in a system file, or None."""
     with contextlib.suppress(OSError):
         found = re.search(pattern, Path(path).read_text(), re.M)
         return found and found[1]
@@ -172,7 +172,7 @@ def listen(nccl, name):
     found = {"lo": "127.0.0.1"}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without IPv4 address; 0x8915 is Linux's SIOCGIFADDR
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address; 0x8915 is Linux's SIOCGIFADDR
                 data = fcntl.ioctl(probe, 0x8915, interface.encode().ljust(256, b"\0"))
                 found[interface] = socket.inet_ntoa(data[20:24])
     setting = os.environ.get("NCCL_SOCKET_IFNAME" if nccl else "GLOO_SOCKET_IFNAME", "^lo,docker" if nccl else "")
@@ -194,7 +194,7 @@ def listen(nccl, name):
 
 
 def visit(peer):
-    """Return (why the `peer` cannot be reached, or None; the seconds by which its clock is ahead).
+    """Return a pair: why the `peer` cannot be reached, or None; by how many seconds its clock is ahead.
 
     `peer` is (name, interface, address, port).
     """
@@ -208,7 +208,7 @@ def visit(peer):
 
 
 class Team:
-    """All ranks, connected by a store. If a stage exceeds --limit, a thread reports this and ends the process."""
+    """All ranks, connected by a store. If a stage exceeds --limit, a thread reports the stage and ends the process."""
 
     def __init__(self, options, rank, world, local_rank, head, port):
         self.options, self.rank, self.world, self.local_rank = options, rank, world, local_rank
@@ -256,8 +256,8 @@ class Team:
             facts.update(json.loads(text))
 
     def follow(self):
-        """Notice when a stage takes too long on another rank."""
-        with contextlib.suppress(RuntimeError):  # the store has ended
+        """Wait until a stage takes too long on another rank; then let guard() act on this rank, too."""
+        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
             store = self.connect()
             while not store.check(["late"]):
                 time.sleep(0.3)
@@ -272,7 +272,7 @@ class Team:
             self.end(finding("store", f"rank {self.rank}: the store at {self.head}:{self.port} does not answer"))
 
     def find_out(self):
-        """Tell the others that a stage takes too long, and see which ranks answer; the lowest of them reports."""
+        """Tell the other ranks that a stage takes too long, and see which ranks answer; the lowest of these reports."""
         where, me = f"{self.head}:{self.port}", f"rank {self.rank} on {socket.gethostname()}"
         if self.stage in ("name", "port"):
             what = "resolve" if self.stage == "name" else "reach"
@@ -308,7 +308,7 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # When one rank fails, a launcher ends all: report first; this rank may serve the store, so it ends last
+            # If one rank fails, a launcher ends all: report first. The reporting rank may serve the store: end it last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:
@@ -322,7 +322,7 @@ class Team:
 
 
 def check_folder(team, folder):
-    """Write, lock, replace and measure files in a folder that all ranks should share."""
+    """Write, lock and replace files in a folder that all ranks should share, and measure the speed of the folder."""
     news = {"refused": None, "full": False, "sees": False, "locked": 0, "torn": False}
     common = folder / f".check-{team.everyone[0]['pid']}"
     own = Path(f"{common}-{team.rank}")
@@ -379,7 +379,7 @@ def check_folder(team, folder):
 
 
 def verify(rank, world, device):
-    """Return the collectives whose results are wrong. Whole numbers make the sums exact."""
+    """Return the names of the collectives whose results are wrong. Sums are exact, because all values are integers."""
     wrong = set()
     for piece in (1, 1023, 30011) if world <= 32 else (1, 7):
         drawn = torch.stack([torch.randint(-99, 99, (world, piece), generator=torch.Generator().manual_seed(seed))
@@ -425,7 +425,7 @@ def measure(team, device):
 
 
 def multiply(device):
-    """Return the mean time of a matrix product that is repeated for a second. The mean includes pauses, too."""
+    """Return the mean time in seconds of a matrix product, repeated for a second; the mean includes pauses."""
     size, dtype, count = (512, torch.float32, 1) if device.type == "cpu" else (4096, torch.bfloat16, 20)
     matrices, times = torch.randn(2, size, size, device=device, dtype=dtype), []
     seconds(torch.matmul, matrices, 3)
@@ -509,7 +509,7 @@ def count(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir's")
-    parser.add_argument("--params", type=count, help="parameters of your model, such as 100M, to predict a step's wait")
+    parser.add_argument("--params", type=count, help="size of your model, such as 100M, to predict a step's wait")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")
     parser.add_argument("--cpu", action="store_true", help="use the CPUs even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

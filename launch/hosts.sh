@@ -6,19 +6,19 @@
 #
 # HOST1 is the name or address of one of the hosts; the processes meet on its port 29400 (PORT). Each host runs one
 # process per accelerator (PROCESSES_PER_HOST) and needs the code, the data and, to resume, the output folder.
-# If a host has several networks, set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface to use.
-# If it has several CPU sockets, NUMA_BINDING=node binds each process to the cores near its GPU; it needs numactl.
+# If a host is in several networks, set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface to use.
+# If a host has several CPU sockets, NUMA_BINDING=node binds each process to the cores near its GPU; this needs numactl.
 set -euo pipefail
 
 nodes=$1 host=$2
 shift 2
 processes=${PROCESSES_PER_HOST:-$(python -c 'import torch; print(max(1, torch.accelerator.device_count()))')}
 
-# see launch/torchrun.sbatch; without this, no host can join a run
+# see launch/torchrun.sbatch; without this variable, no host can join a run
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # expandable_segments: less memory is lost to fragmentation (torch 2.10 and newer)
-# PYTHONFAULTHANDLER: if NCCL's watchdog ends a process, Python prints where it was
+# PYTHONFAULTHANDLER: if NCCL's watchdog ends a process, Python prints what each thread was executing
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}" PYTHONFAULTHANDLER=1
 
 # last_call_timeout: once the minimum number of hosts has joined, wait 3 s for more (default: 30)

@@ -22,10 +22,10 @@ import train_DDP  # noqa: E402
 
 
 def parse_args():
-    """Return this driver's arguments, and train_DDP.py's from the rest."""
+    """Return this driver's arguments, and those of train_DDP.py."""
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--num-workers", type=cli.positive_int, help="processes (default: Ray's GPUs, or 2)")
-    parser.add_argument("--max-failures", type=cli.count, default=0, help="restarts after a failure")
+    parser.add_argument("--num-workers", type=cli.positive_int, help="number of processes (default: number of GPUs, or 2)")
+    parser.add_argument("--max-failures", type=cli.count, default=0, help="how often to restart after a failure")
     driver, rest = parser.parse_known_args()
     sys.argv[1:] = [argument for argument in rest if argument != "--"]
     args = train_DDP.parse_args()
@@ -55,10 +55,10 @@ def main():
     except ImportError:
         raise errors.UsageError('Ray is not installed; pip install "ray[default,train]"') from None
 
-    # Ray's controller also needs the path: it passes on workers' errors. The second variable prevents duplicate prints
+    # Ray's controller also needs the path, to pass on workers' errors. The second variable prevents duplicate prints
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {"PYTHONPATH": path, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
-    if args.deterministic:  # in the workers, NCCL has started when devices.prepare() is called
+    if args.deterministic:  # in the workers, NCCL has already started when devices.prepare() is called
         variables["NCCL_ALGO"] = "^NVLS"
     on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(runtime_env={"env_vars": variables})
@@ -68,7 +68,7 @@ def main():
     use_gpu = have.get("GPU", 0) >= 1 and not str(args.device).startswith("cpu")
     kind = "GPU" if use_gpu else "CPU"
     count = driver.num_workers or (int(have["GPU"]) if use_gpu else 2)
-    if count > have.get(kind, 0):  # Ray would wait for more
+    if count > have.get(kind, 0):  # otherwise, Ray would wait for more
         raise errors.UsageError(f"--num-workers {count}: each needs one {kind}, but Ray has {have.get(kind, 0):g}")
     reduce.exact_share(args.batch_size, count)
     backend = reduce.choose_backend(args.backend, kind.replace("GPU", "cuda").lower()) if args.backend else None
