@@ -24,7 +24,7 @@ import train_DDP  # noqa: E402
 def parse_args():
     """Return this driver's arguments, and those of train_DDP.py."""
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--num-workers", type=cli.positive_int, help="number of processes (default: number of GPUs, or 2)")
+    parser.add_argument("--num-workers", type=cli.positive_int, help="number of processes (default: Ray's GPUs, or 2)")
     parser.add_argument("--max-failures", type=cli.count, default=0, help="how often to restart after a failure")
     driver, rest = parser.parse_known_args()
     sys.argv[1:] = [argument for argument in rest if argument != "--"]

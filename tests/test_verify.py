@@ -89,7 +89,7 @@ def test_the_samples_of_a_loop_without_a_loader_are_the_inputs_of_the_model(reco
 
 
 @pytest.mark.parametrize(("mistake", "said"), [
-    ("other values", "the same samples have other values"), ("order of one process", "B shuffles"),
+    ("other values", "the same samples have different values"), ("order of one process", "B shuffles"),
     ("no sampler", "every rank reads the same samples")])
 def test_the_answer_says_how_samples_differ(records, mistake, said):
     one = records / f"{mistake} on 1"
@@ -156,7 +156,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
 
 
 @pytest.mark.parametrize(("way", "said"), [("by-hand", "command A took no optimizer step"),
-                                           ("nan", "both models hold NaN or infinity after step")])
+                                           ("nan", "both models contain NaN or infinity after step")])
 def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
     report = verify.compare(records / way, records / way)
     assert report["verdict"] == "not comparable" and said in report["message"]
@@ -271,7 +271,7 @@ def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("file", "right", "wrong", "cause", "fact"), [
     ("train_lm_CP.py", "            labels = model.part(labels)", "            labels = labels[:, :args.length // 2]",
-     "uneven-mean", "so the loss differs, such as its labels"),
+     "uneven-mean", "so the loss differs, as with other labels"),
     ("common/language/gpt.py", "angles = positions[:, None]", "angles = every[:len(positions), None]", "forward",
      "the output of model.layers.0.self_attn.o_proj differs"),
     ("train_lm_CP.py", "        dist.reduce_scatter(part, parts, group=ctx.group)",

@@ -16,7 +16,7 @@ from .watching import watch
 
 
 def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), resting=()):
-    """Run two commands and return the report; if float64 does not suffice, run them again in their own precision."""
+    """Run two commands in float64 and, if that does not suffice, in their own precision. Return the report."""
     def run(commands, steps, whole="", **options):
         folders, failed = [], []
         for command in commands:
@@ -50,7 +50,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
         if failure and report["verdict"] != "different":
             return refuse(report, f"command {label} failed: {failure}")
     if why:
-        report["message"] += f"\nin float64, a command failed, so both ran in their own precision: {why}"
+        report["message"] += f"\nin float64, a command failed, so both commands ran in their own precision: {why}"
     if twice or report["cause"] in ("start", "samples", "random", "unknown"):
         again, _ = run(commands[:1], report["step"] or steps, whole, native=native)
         own = compare(folders[0], *again, native, again=True)
@@ -70,7 +70,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
         if module and report["cause"] in ("uneven-mean", "unknown"):
             report |= {"cause": "forward", "message": f"the output of {module} differs: {REMEDIES['forward']}"}
         elif module is not None:
-            part = "loss differs, such as its labels" if report["cause"] == "uneven-mean" else "backward pass differs"
+            part = "loss differs, as with other labels" if report["cause"] == "uneven-mean" else "backward pass differs"
             report["message"] += "\n" + (f"the first module whose output differs is {module}" if module else
                                           f"the outputs of all modules agree, so the {part}")
     return report
@@ -106,12 +106,13 @@ def main():
     parser.add_argument("commands", nargs="+", metavar="COMMAND", type=shlex.split, help="a command, in quotes")
     parser.add_argument("--watch", action="store_true", help="check one command against rules that hold for any run")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="stop after N optimizer steps")
-    parser.add_argument("--twice", action="store_true", help="check that the first command is reproducible")
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one run (default: 600)")
+    parser.add_argument("--twice", action="store_true", help="also check that the first command is reproducible")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS",
+                        help="time limit for one run (default: 600)")
     parser.add_argument("--fresh", nargs="+", default=[], type=Path, metavar="PATH", action="extend",
                         help="delete these outputs of the commands after each run")
     parser.add_argument("--eval-mode", type=lambda text: text.split(","), default=(), metavar="CLASS,...", help="keep "
-                        "modules whose class name contains a word, such as Dropout, in evaluation mode in both runs")
+                        "modules in evaluation mode in both runs if their class name contains a CLASS, such as Dropout")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.error = lambda message: parser.exit(2, f"verify: {message}; see --help\n")
     args = parser.parse_args()
@@ -125,7 +126,7 @@ def main():
     if not all(args.commands):
         parser.error("a command is empty")
     commands = [shlex.join(words) for words in args.commands]
-    for name in ("SIGTERM", "SIGHUP"):  # the finally block stops the commands; keep SIGHUP ignored under nohup
+    for name in ("SIGTERM", "SIGHUP"):  # so that a finally block stops the commands; nohup keeps SIGHUP ignored
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -39,8 +39,8 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
             calm=False):
     """Compare the records of two commands, or of two runs of one command (`again`), and return the report.
 
-    `failed` has a Failure or None for each command, and `printed` its output. `cut` is true if a limit ended the runs,
-    and `calm` if they draw no random numbers.
+    For each command, `failed` has a Failure or None, and `printed` has its output. `cut` is true if a limit ended the
+    runs, and `calm` if the runs draw no random numbers.
     """
     a, b = Run.read(folder_a, "A"), Run.read(folder_b, "B")
     sixteen = native and {"torch.float16", "torch.bfloat16"} & (a.flags | b.flags)
@@ -82,7 +82,7 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
                 answer = *Difference(a, b, step, column, pairs).explain(), step, name, difference, column
         report["difference"] = max(report["difference"], *[difference for _, difference, _ in found])
         if not answer and all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
-            return refuse(report, f"both models hold NaN or infinity after step {step + 1}")
+            return refuse(report, f"both models contain NaN or infinity after step {step + 1}")
     if answer:
         return different(*answer)
     rows = (row for run in (a, b) for step in range(run.length) for row in run.at(step)[1])
@@ -112,7 +112,7 @@ def refuse(report, reason, step=None):
 def held_differ(a, b, limit, again=False):
     """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
-    Return (evidence, step, name, difference) or None. Tensors are compared if their names and shapes are equal.
+    Return (evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
     """
     pairs = [("differs between A and B, though all parameters are the same", a.held(), b.held(), KEPT)]
     pairs += [(f"differs between ranks 0 and {rank} of {run.label}", *([step["held"] for step in steps] for steps in (
@@ -125,7 +125,7 @@ def held_differ(a, b, limit, again=False):
 
 
 def metrics(text):
-    """Return {name: numbers}, as text, for metrics that a program printed as NAME NUMBER, NAME: NUMBER or NAME=NUMBER.
+    """Return {name: [number as text, ...]} for metrics printed as NAME NUMBER, NAME: NUMBER or NAME=NUMBER.
 
     A part of NAME must be the name of a metric, such as "loss" in val_loss.
     """
@@ -137,12 +137,12 @@ def metrics(text):
 
 
 def printed_differ(one, two, tolerance, cut=False):
-    """Return how a metric that both commands print equally often differs, or None; `cut`: a limit ended the runs."""
+    """Return how a metric that both commands print differs, or None. If `cut`, the numbers of values may differ."""
     left, right = metrics(one), metrics(two)
     for name, numbers in left.items():
         others = right.get(name, [])
         if not cut and len(numbers) != len(others):
-            continue  # for example, each rank prints one line
+            continue  # for example, because each rank prints a line
         for place, (x, y) in enumerate(zip(numbers, others), 1):
             digit = max(1.01 * 10.0 ** -len(number.partition(".")[2].partition("e")[0]) for number in (x, y))
             if "e" in (x + y).lower():

@@ -18,8 +18,8 @@ REMEDIES = {
              "(pitfall P5)",
     "group-scale": "divide these gradients by the size of the group that sums them, such as the data-parallel or the "
                    "expert-parallel group",
-    "no-gradient": "a detach(), no_grad() or collective without a backward pass cuts the gradient, or DDP or the "
-                   "optimizer has tensors that are not the model's",
+    "no-gradient": "look for a detach(), a no_grad() or a collective without a backward pass, and for tensors of DDP "
+                   "or the optimizer that do not belong to the model",
     "reset": "call zero_grad() only before the first micro-batch of a step, not before each one",
     "no-backward": "a collective in the loss, such as dist.all_reduce or dist.all_gather, has no backward pass: use a "
                    "differentiable one, or reduce only numbers that need no gradient; compute a ratio, such as Dice or "
@@ -44,13 +44,13 @@ REMEDIES = {
     "random": "compare the rest with --eval-mode Dropout, or set dropout to 0; make other draws depend on the sample, "
               "not on the rank (pitfall D3)",
     "buffers": "reduce or broadcast the model's buffers, and update averages of the weights on every rank",
-    "metric": "unless it is meant to cover only one process's samples, reduce sums and counts over all ranks, with "
+    "metric": "unless a metric should cover only one process's samples, reduce sums and counts over all ranks, with "
               "each sample once, before you divide and print (pitfall D2)",
     "unknown": "no known pattern; compare what the two programs do in this step"}
 
 
 class Difference:
-    """The first step at which two runs differ: the input of the rules. `column` is the field of `Row` that differs."""
+    """The first step at which two runs differ, for the rules. `column` is the field of `Row` that differs."""
 
     def __init__(self, a, b, step, column, pairs):
         self.a, self.b, self.step, self.column, self.pairs = a, b, step, column, pairs
@@ -117,11 +117,11 @@ def learning_rate(it):
     if it.column != "rate":
         return None
     one, two = next(pair for pair in it.pairs if pair[0].rate != pair[1].rate)
-    ratio, since = two.rate[0] / (one.rate[0] or math.nan), "" if it.step == 0 else ", after equal rates before"
+    ratio, since = two.rate[0] / (one.rate[0] or math.nan), "" if it.step == 0 else ", after equal earlier rates"
     later = [pair for step in range(it.step, min(it.a.length, it.b.length))
              for pair in zip(it.a.at(step)[0][0]["rows"], it.b.at(step)[0][0]["rows"]) if pair[0].name == one.name]
     if later and all(math.isclose(y.rate[0], ratio * x.rate[0], rel_tol=1e-6) for x, y in later):
-        since += f", {ratio:.6g} times as much in all {len(later)} steps from here"
+        since += f", {ratio:.6g} times as high in all {len(later)} steps from here on"
     slow, fast = [[row.rate[0] / max(one.rate + two.rate) for state in next(iter(run.ranks.values()))
                    for row in state["rows"] if row.name == one.name] for run in (it.a, it.b)]
     paces = [(pace, run.label) for pace in range(2, 9) for run, long, short in ((it.b, slow, fast), (it.a, fast, slow))
@@ -235,10 +235,10 @@ def samples(it):
     common = len({f"{value:.6g}" for value in it.ours} & {f"{value:.6g}" for value in it.theirs})
     fact = f"{common} of the step's {len(it.ours)} samples are in both runs"
     if one == two:
-        return f"{fact}; all steps together read the same samples, in another order"
+        return f"{fact}; all steps together read the same samples, in a different order"
     if any(map(any, labels[0])) and all(map(equal, *labels)):
-        return f"{fact}; the labels agree in all steps, so the same samples have other values"
-    return fact + ", and no other step has a common one: the values may differ, too" * (not one & two)
+        return f"{fact}; the labels agree in all steps, so the same samples have different values"
+    return fact + ", and the other steps have none in common: the values may differ, too" * (not one & two)
 
 
 def no_backward(it):
@@ -249,7 +249,7 @@ def no_backward(it):
 
 
 def old_weight(it):
-    """A rank computes with an old weight, which the optimizer of another rank has changed."""
+    """A rank computes with an old weight, which the optimizer of another rank has since changed."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         new = {f"weight {row.name}": row.value for row in run.at(it.step - 1)[1]} if it.step else {}
         for rank, state in zip(run.ranks, states):
@@ -270,7 +270,7 @@ def buffers(it):
 
 
 def forward(it):
-    """Each rank computes with the whole batch: all ranks have its loss, or each has parts of the model's tensors."""
+    """Each rank computes with the whole batch: either all losses are equal, or each rank has parts of the model."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         alone = all(equal(state["samples"], states[0]["samples"]) for state in states)
         losses = [state["loss"] for state in states]
@@ -305,7 +305,7 @@ RULES = [
 def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     """If the ranks of a run differ, return the cause, evidence, step, parameter and difference; else None.
 
-    `other` is a run of the same steps on different ranks, if any: it shows whether the ranks have parts of a gradient.
+    `other`, the other command's run, if any, shows whether the ranks have parts of a gradient.
     Rows whose number is in `skipped` may differ.
     """
     states = run.at(step)[0]
@@ -343,9 +343,10 @@ def unmatched(rows, others, pairs):
 
 
 def replicas(pairs, others):
-    """Return the pairs of rows of two ranks that are copies of one tensor, if all rows are tensors of the other run.
+    """Of the pairs of rows of two ranks, return those that are copies of one tensor.
 
-    Otherwise, return all pairs. Ranks with other tensors of the model are stages of a pipeline, or have other experts.
+    Return all pairs if the other run lacks one of the tensors. Pipeline stages, and ranks with different experts, have
+    different tensors of the model.
     """
     counts = [sum(two.shape == row.shape and equal(two.start, row.start) for row in others) for _, two in pairs]
     if not all(counts):
@@ -354,13 +355,13 @@ def replicas(pairs, others):
 
 
 def parts_of(states, rows):
-    """Return whether a gradient that differs between the ranks adds up to that of the other run, in `rows`."""
+    """Return whether the ranks have different gradients that add up to the other run's gradient, in `rows`."""
     if len(rows) != len(states[0]["rows"]):
         rows = [next((row for row in rows if row[:2] == own[:2]), own) for own in states[0]["rows"]]
     found, groups = [], [*zip(rows, *[state["rows"] for state in states])]
     noise = 1e-6 * max(part.grad[0] for _, *parts in groups for part in parts)
     moved = [any(gap(parts[0].grad, part.grad, noise) > 1e-6 for part in parts) for _, *parts in groups]
-    _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # that of clipping
+    _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # by which clipping scales
                      for (whole, *parts), differs in zip(groups, moved) if not differs and parts[0].grad[0] > noise),
                     default=(0, 1))
     for (whole, *parts), differs in zip(groups, moved):
@@ -371,7 +372,7 @@ def parts_of(states, rows):
 
 
 def proportional(pairs):
-    """Return whether several gradients differ by one common factor, which cannot be chance."""
+    """Return whether several gradients, not just one, differ by one common factor."""
     factor = pairs[0][1].grad[0] / (pairs[0][0].grad[0] or math.nan)
     return len(pairs) > 1 and worst(multiply(pairs, factor), "grad")[0] < 1e-6
 
@@ -391,7 +392,7 @@ def first_module(a, b, step):
     for name in shared:
         pairs = [(ours[name], theirs[name]), (alone[0][name], alone[1].get(name, [])),
                  (ours[name], alone[1].get(name, []))]
-        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # other sizes were padded differently
+        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # other sizes have other padding
         if pairs and not any(equal(*pair) for pair in pairs):
             return name[0]
     return "" if shared else None

@@ -1,4 +1,4 @@
-"""The recorder, which runs inside the programs that are compared. The recorder needs only torch.
+"""The recorder, which runs inside the programs that are compared and needs only torch.
 
 The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
 of training data has delivered its last batch), "end" (the program has ended) or "failed". A step has one row for each
@@ -17,11 +17,11 @@ import time
 import weakref
 from typing import NamedTuple
 
-FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, along each axis
+FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, one for each axis
 
 
 class Part(NamedTuple):
-    """Where the rows of a tensor along an axis lie in a tensor of the other command, which has `total` rows."""
+    """Where `rows` of a tensor, along `axis`, are in the other command's tensor: at `places` among `total` rows."""
 
     axis: int
     rows: tuple
@@ -33,9 +33,10 @@ class Recorder:
     """Runs in each process of a command, and writes a line of JSON for each optimizer step."""
 
     def __init__(self, folder, native=False, steps=0, outputs_at=0, whole=None, resting=()):
-        """Record up to `steps` steps (0: all) in `folder`; in step `outputs_at`, also all modules' outputs and draws.
+        """Record up to `steps` steps (0: all) in `folder`; in step `outputs_at`, also module outputs and random draws.
 
-        `whole` is the folder of the other command, if that command has ended: tensors may be parts of its tensors.
+        `whole` is the folder of the other command, if that command has ended. The tensors of this command may be parts
+        of the tensors recorded there.
         Modules whose class name contains a word of `resting` are kept in evaluation mode.
         """
         import torch
@@ -65,7 +66,7 @@ class Recorder:
         return functools.wraps(function)(lambda *args, **more: around(function, *args, **more))
 
     def cast(self, function, tensor, **more):
-        """Cast to float64, except in GradScaler, which needs float32, and except to 16 bits outside optimizers."""
+        """Return the tensor in float64, but in float32 for GradScaler, and in 16 bits outside an optimizer's step."""
         scaler = sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
         narrow = scaler if function.__name__ == "float" else not self.outer
         return function(tensor, **more) if narrow else tensor.double(**more)
@@ -85,7 +86,7 @@ class Recorder:
         self.held, self.parameters, self.replicas = [], [], False
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.clear()
-        self.drawn = None  # the program has not created its model yet
+        self.drawn = None  # None until the program has created its model
 
     def clear(self):
         self.samples, self.losses, self.clips, self.flags, self.begun = [], [], [], set(), False
@@ -147,7 +148,7 @@ class Recorder:
 
     @functools.cache  # noqa: B019
     def waves(self, shape, device, part=None):
-        """Return the real and imaginary parts of a plane wave: those of parts add up to those of the whole tensor."""
+        """Return a plane wave's real and imaginary part. Projections of a tensor's parts add up to the tensor's."""
         phase = self.torch.zeros(shape, dtype=self.torch.float64, device=device)
         for axis, size in enumerate(shape):
             places = part.places if part and part.axis == axis else range(size)
@@ -155,7 +156,7 @@ class Recorder:
         return self.torch.stack([phase.cos(), phase.sin()]).reshape(2, -1)
 
     def marks(self, tensor):
-        """Return, for each axis of a tensor, a text for each slice along it: equal slices have equal texts."""
+        """Return, for each axis of a tensor, one text for each slice along this axis; equal slices have equal texts."""
         tensor, found = self.whole(tensor), []
         for axis in range(tensor.ndim):
             flat = tensor.movedim(axis, 0)
@@ -164,7 +165,7 @@ class Recorder:
         return found
 
     def find_parts(self, names):
-        """Return, for each parameter, which Part of a tensor of the other command it is, or None."""
+        """Return, for each parameter, the Part of the other command's tensor that the parameter is, or None."""
         found, known = [], {}
         for number, (name, item) in enumerate(zip(names, self.parameters)):
             near = sorted(range(len(self.wholes)), key=lambda n: (self.wholes[n][0] != name, abs(n - number)))
@@ -177,7 +178,7 @@ class Recorder:
         return found
 
     def find_part(self, shape, marks, other, others, known):
-        """Return which Part of another tensor a tensor is, or None. `known` has the places of tensors found so far."""
+        """Return the Part of another tensor that a tensor is, or None. `known` has the rows found so far, by sizes."""
         axes = [axis for axis, pair in enumerate(zip(shape, other)) if pair[0] != pair[1]]
         if len(axes) != 1:
             return None
@@ -187,7 +188,7 @@ class Recorder:
         offsets = {place - row for row, place in hits.items()} or {self.rank * size % total}
         if not hits and not {*own} <= {*theirs}:
             return None
-        if not hits and (size, total) in known:  # all values are equal: assume the layout of a tensor with these sizes
+        if not hits and (size, total) in known:  # all rows are equal: assume the layout of an equally large tensor
             hits = known[size, total]
         elif len(offsets) == 1:
             hits = {row: row + min(offsets) for row in range(size) if 0 <= row + min(offsets) < total}
@@ -208,7 +209,7 @@ class Recorder:
         if self.recomputing:  # activation checkpointing calls backward inside another backward
             return function(tensors, *args, **more)
         for loss in [tensors] if isinstance(tensors, self.torch.Tensor) else tensors:
-            if isinstance(loss, self.torch.Tensor):  # not a pipeline stage, whose loss another rank has
+            if isinstance(loss, self.torch.Tensor):  # in a pipeline, only the last stage has a loss
                 self.losses.append(self.whole(loss).sum())
                 self.flags.add(str(loss.dtype))
         self.flags |= {"random"} if self.drawn and self.drawn != self.draws() else set()
@@ -236,7 +237,7 @@ class Recorder:
             self.depth -= 1
 
     def call(self, function, module, *args, **more):
-        """Record the inputs of the outermost module, which are the samples in a program without DataLoader."""
+        """Record the inputs of the outermost module, which are the samples in a program without a DataLoader."""
         torch = self.torch
         if torch.compiler.is_compiling():
             return function(module, *args, **more)
@@ -264,7 +265,7 @@ class Recorder:
         return output
 
     def show_draws(self):
-        """Record, from now on, where each torch function outside a backward pass draws random numbers."""
+        """From now on, record where torch functions draw random numbers, except in the backward pass."""
         recorder, library = self, os.path.dirname(self.torch.__file__)
 
         class Draws(self.torch.overrides.TorchFunctionMode):
@@ -283,7 +284,7 @@ class Recorder:
             self.drawing.__enter__()
 
     def look_at_output(self, module, output):
-        """Return a module's name, and its output's size and two sums, which add up over ranks to the full batch's."""
+        """Return [[name, width, size, squared norm, wave]] of a module's output; the last three add up over ranks."""
         torch = self.torch
         if not self.names:
             self.look()  # before the first step of an optimizer
@@ -299,13 +300,13 @@ class Recorder:
                      float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
 
     def begin(self):
-        """Record that this rank has begun a step: if the step never ends, another rank has left the loop."""
+        """Record that this rank has begun a step. If the step never ends, another rank has left the loop."""
         if not self.begun:
             self.begun = True
             self.write("begin")
 
     def deliver(self, function, iterator):
-        """Record the samples of a batch that DataLoader delivers, and return it in float64."""
+        """Record the samples of a batch that a DataLoader delivers, and return the batch in float64."""
         torch, tensors = self.torch, []
 
         def visit(value):
@@ -335,7 +336,7 @@ class Recorder:
             self.flags.add("evaluated")
             return batch
         if isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (list, tuple)) for part in batch):
-            tensors = []  # collate_fn did not stack the samples, so a tensor's length is not their number
+            tensors = []  # collate_fn did not stack the samples, so a tensor's length is not the number of samples
         self.pending.setdefault(iterator, []).append(self.sample(tensors))
         self.drawn = self.draws()
         if self.count == self.outputs_at - 1:
@@ -345,7 +346,7 @@ class Recorder:
         return batch
 
     def sample(self, tensors):
-        """Return (digest, label's digest, number of values) for each sample; augmentation changes only the first."""
+        """Return (digest, digest of label, number of values) for each sample; augmentation changes only the first."""
         lengths = [len(tensor) for tensor in tensors]
         rows = max(lengths, key=lengths.count, default=0)
         digest, labels = self.torch.zeros(2, rows, dtype=self.torch.float64, device="cpu")
@@ -380,7 +381,7 @@ class Recorder:
                 self.tables[optimizer][2])
 
     def tabulate(self, names):
-        """Return the name, the shape of the whole tensor and the digest of each parameter, and its Part."""
+        """Return a list of each parameter's (name, shape of the whole tensor, digest), and the list of the Parts."""
         self.begin()
         parts = self.find_parts(names)
         shapes = [list(item.shape) for item in self.parameters]
@@ -447,13 +448,13 @@ class Recorder:
         self.count += 1
         if self.count == self.steps:
             open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
-            while os.path.isdir(self.folder):  # other ranks may still need this one: wait until verify kills all
+            while os.path.isdir(self.folder):  # other ranks may still need this rank: wait until verify kills all
                 time.sleep(1)
             os._exit(0)
 
 
 def plain(name):
-    """Return the name of a parameter, buffer or module without the wrappers that DDP, FSDP and others put around it."""
+    """Return the name of a parameter, buffer or module without the prefixes that DDP, FSDP and others add."""
     for wrapper in ("_forward_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module."):
         name = name.replace(wrapper, "")
     return name

@@ -9,19 +9,19 @@ class Row(NamedTuple):
     """One parameter in one step. A digest is [norm, projection, projection]."""
 
     name: str
-    shape: list  # of numbers
+    shape: list  # of integers
     start: list  # digest of the initial value
     rate: list  # one number: the learning rate
     grad: list  # digest
     value: list  # digest after the step
-    part: list = None  # if the tensor is split over ranks: which part this is, and what share of the whole
+    part: list = None  # if the tensor is split over ranks: a number for this part, and its share of the tensor
 
 
 class Run:
     """The records of one command: for each rank, its steps and all its events, in order."""
 
     def __init__(self, label, events):
-        """`events`: for each file that a process wrote, its rank and its list of events."""
+        """`events` has a pair for each file that a process wrote: its rank and its list of events."""
         self.label, self.ranks, self.events, self.doubled = label, {}, {}, False
         self.cut = 1  # the greatest number of parts of one tensor
         for rank, found in sorted(events, key=lambda pair: pair[0]):
@@ -56,12 +56,12 @@ class Run:
         return [event["event"] for event in self.events[rank]]
 
     def held(self):
-        """Return rank 0's buffers and averages before each step and at the end, each [[name, shape, digest], ...]."""
+        """Return rank 0's buffers and averages before each step and at the end: lists of [name, shape, digest]."""
         events = next(iter(self.events.values()))
         return [event["held"] for event in events if event["event"] in ("step", "end")]
 
     def join(self):
-        """Replace the parts of a tensor on several ranks by the whole tensor."""
+        """Replace each tensor's parts, which several ranks hold, with the whole tensor."""
         for states in zip(*self.ranks.values()):
             found = {}  # the replicas of each part of each tensor
             for rows in (state["rows"] for state in states):
@@ -92,14 +92,14 @@ def equal(left, right):
 
 
 def match(left, right):
-    """Return pairs of rows that belong to the same parameter: by name and shape, by initial values, or by order."""
+    """Return pairs of rows of the same parameter, matched by name and shape, by initial values, or by order."""
     named = {str(row[:2]): row for row in right}
     if len(named) == len(left) == len(right) and {str(row[:2]) for row in left} == set(named):
         return [(row, named[str(row[:2])]) for row in left]
     pairs, rest = [], list(right)
     for row in left:
         alike = [other for other in rest if row[1] == other[1] and equal(row[2], other[2])]
-        if alike:  # several rows match if they are constant, such as norms: take the nearest gradient
+        if alike:  # several constant tensors, such as norms, may match: take the nearest gradient
             pairs.append((row, min(alike, key=lambda other: gap(row.grad, other.grad))))
             rest = [other for other in rest if other is not pairs[-1][1]]
     if rest and [row[1] for row in left] == [row[1] for row in right]:
@@ -123,7 +123,7 @@ def gap(one, two, least=1e-300):
 
 
 def apart(left, right, limit, kinds):
-    """Return the name and difference of a tensor of these kinds that differs between what two ranks held, or None."""
+    """Return the name and difference of a tensor of these kinds that differs between two ranks, or None."""
     theirs = {}
     for name, shape, digest in right:
         theirs.setdefault((name, str(shape)), []).append(digest)  # several averages have the same names

@@ -23,14 +23,14 @@ class OnTorch:
             return spec
 sys.meta_path.insert(0, OnTorch())
 path = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
-if spec := importlib.machinery.PathFinder.find_spec("sitecustomize", path):  # the next one on the path
+if spec := importlib.machinery.PathFinder.find_spec("sitecustomize", path):  # the program's own sitecustomize
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
 LAST = 15  # how many lines of a failed command's output to show if it has no traceback
 
 
 def environment(folder, **options):
-    """Return the environment variables that make a command record its steps in `folder`; `options`: see Recorder."""
+    """Return the environment variables that make a command record its steps in `folder`, with Recorder's options."""
     site = Path(folder).resolve() / "site"
     site.mkdir(parents=True)
     options = {"folder": str(site.parent), **options}

@@ -1,4 +1,4 @@
-"""Check one run alone, for what is true of any correct run."""
+"""Check a single run against rules that hold for any correct run."""
 import math
 
 from .comparing import LIMITS
@@ -7,8 +7,8 @@ from .records import Run, equal, worst
 
 ALONE = {
     "never-moves": "check its learning rate, and look for code that restores its old value",
-    "not-optimized": "create the optimizer after the last change of the model, from the parameters that it then "
-                     "holds; or the loss is constant",
+    "not-optimized": "after the last change to the model, create the optimizer from the model's parameters; check "
+                     "that the loss is not constant",
     "not-finite": "lower the learning rate, clip the gradients, or look for a division by zero in the loss"}
 
 
@@ -33,7 +33,7 @@ def watch(folder, failure=None):
 def replicas(run, limits):
     """Check that parameters that start equal on all ranks have equal rates, gradients and values in each step.
 
-    If DDP spans all ranks, all parameters must start equal. Otherwise, parameters that differ may be parts of a tensor.
+    If DDP spans all ranks, all parameters must start equal. Otherwise, parameters that differ may be parts of tensors.
     """
     first = run.at(0)[0]
     alike = [all(row[:2] == rows[0][:2] for row in rows) for rows in zip(*[state["rows"] for state in first])]
@@ -47,14 +47,15 @@ def replicas(run, limits):
         return "start", f"the ranks start with different weights, such as {name}", 1
     split = {number for number, kept in enumerate(map(min, together, telling)) if not kept and not all(together)}
     for step in range(run.length):
-        if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):  # ranks have equal bits
+        # correct replicas are bit-identical
+        if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):
             cause, evidence, step, name, difference = found
             return cause, f"{evidence}; {name} differs by {difference:.1e}", step + 1
     return None
 
 
 def epochs(run):
-    """Return {rank: a list of its epochs, each (its samples in the order read, whether the sampler shuffles)}."""
+    """Return {rank: [(the samples of an epoch in the order read, whether the sampler shuffles), ...]}."""
     found = {}
     for rank, events in run.events.items():
         found[rank], mine = [], []
