@@ -144,8 +144,8 @@ def mesh_table(content: dict) -> str:
         rows.append([f"`{run['script']}`", run["processes"], run["length"], *cells[0], *cells[1]])
     return ("Memory (`python -m benchmarks.memory`), MiB of the largest process: "
             + caption(content, "1 launch")
-            + table(["script", "processes", "tokens per window", "held", "by the formula", "peak in a step",
-                     "by the formula"], rows))
+            + table(["script", "processes", "tokens per window", "held", "predicted", "peak in a step",
+                     "predicted"], rows))
 
 
 def sharding_table(content: dict) -> str:
@@ -160,7 +160,7 @@ def sharding_table(content: dict) -> str:
             + caption(content, count(content["arguments"]["rounds"], "round"), count(stages, "process", "es"))
             + table(["script", "seconds per step"], [[f"`{script}`", text] for script, text in seconds.items()])
             + f"\n\nA step of `train_FSDP.py` is {around(speed)} times as fast as one of `train_DDP.py`.\n\n"
-            + table([f"`train_PP.py`, {stages} stages", "bubble by the formula", "share of idle time"], bubbles)
+            + table([f"`train_PP.py`, {stages} stages", "predicted bubble", "share of idle time"], bubbles)
             + "\n\n" + table(["script", "wait per checkpoint, s", "epoch, s", "relative to the epoch"], waits))
 
 

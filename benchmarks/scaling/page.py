@@ -51,7 +51,7 @@ def render(result: dict) -> list[str]:
         table(["", *MEMORIES.values()],
               [[name, *(size_of(values[key]) + (" (!)" if values[key] > MEMORY else "") for key in MEMORIES)]
                for name, values in tables["memory"].items()]),
-        table(["400 Gb/s per GPU", *KINDS, "best at 100 Gb/s per host"],
+        table(["model, GPUs with 400 Gb/s each", *KINDS, "best at 100 Gb/s per host"],
               [[row, *(plan_of(found, kind) for kind in KINDS), plan_of(tables["meshes"]["100 Gb/s per host"][row])]
                for row, found in tables["meshes"]["400 Gb/s per GPU"].items()])]
     text = TEXT.read_text().format(
