@@ -22,9 +22,9 @@ def create_table(rows, seed):  # yours: the data
 
 @torch.inference_mode()
 def evaluate(model, loader, device):  # yours: the loss, here and in main()
-    """Return the mean loss over all samples, each counted once."""
+    """Return the mean loss over all samples as a float; each sample counts once."""
     model.eval()
-    sums = torch.zeros(2, device=device)  # sum of the losses, number of samples
+    sums = torch.zeros(2, device=device)  # the sum of the losses, the number of samples
     for features, targets in loader:
         loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device), reduction="sum")
         sums += torch.stack([loss, torch.full_like(loss, len(targets))])
@@ -33,13 +33,13 @@ def evaluate(model, loader, device):  # yours: the loss, here and in main()
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="maximum passes over the table")
+    parser.add_argument("--epochs", type=int, default=100, help="maximum number of passes over the table")
     parser.add_argument("--patience", type=int, default=6, help="stop after N epochs without improvement")
     parser.add_argument("--batch-size", type=int, default=48, help="samples per step, over ALL processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="for the weights and the order of the samples")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the weights and the sample order")
     parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
-    parser.add_argument("--output", default="best.pt", help="the checkpoint of the best epoch")
+    parser.add_argument("--output", default="best.pt", help="file for the checkpoint of the best epoch")
     args = parser.parse_args()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(args.seed)

@@ -33,9 +33,9 @@ def create_table(rows, seed):  # yours: the data
 
 @torch.inference_mode()
 def evaluate(model, loader, device):  # yours: the loss, here and in main()
-    """Return the mean loss over all samples, each counted once."""
+    """Return the mean loss over all samples as a float; each sample counts once."""
     model.eval()
-    sums = torch.zeros(2, device=device)  # sum of the losses, number of samples
+    sums = torch.zeros(2, device=device)  # the sum of the losses, the number of samples
     for features, targets in loader:
         loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device), reduction="sum")
         sums += torch.stack([loss, torch.full_like(loss, len(targets))])
@@ -48,13 +48,13 @@ def evaluate(model, loader, device):  # yours: the loss, here and in main()
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="maximum passes over the table")
+    parser.add_argument("--epochs", type=int, default=100, help="maximum number of passes over the table")
     parser.add_argument("--patience", type=int, default=6, help="stop after N epochs without improvement")
     parser.add_argument("--batch-size", type=int, default=48, help="samples per step, over ALL processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="for the weights and the order of the samples")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the weights and the sample order")
     parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
-    parser.add_argument("--output", default="best.pt", help="the checkpoint of the best epoch")
+    parser.add_argument("--output", default="best.pt", help="file for the checkpoint of the best epoch")
 
     # new # DDP: torch.distributed.launch passes this option; torchrun does not
     parser.add_argument("--local-rank", type=int, help="ignored: LOCAL_RANK has the same value")
@@ -64,7 +64,7 @@ def main():
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
 
-    # new # DDP: launchers set these variables; for plain python, set them here; srun needs ../train_DDP.py
+    # new # DDP: launchers set these variables, but plain python does not; for srun, use ../train_DDP.py
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -78,7 +78,7 @@ def main():
     train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, args.batch_size, sampler=range(rank, len(val_set), world_size))
 
-    # new # FSDP: each forward pass needs every process, so all get the same number of validation batches
+    # new # FSDP: each forward pass needs every process, so all run the same number of validation batches
     share = range(rank, len(val_set), world_size)
     batches = math.ceil(len(val_set) / world_size / args.batch_size)
     val_loader = DataLoader(val_set, batch_sampler=[share[i::batches] for i in range(batches)])
@@ -101,7 +101,7 @@ def main():
         if epoch - best_epoch > args.patience:
             break
 
-        # new # DDP: without this, every epoch has the same order
+        # new # DDP: without this line, every epoch has the same order
         sampler.set_epoch(epoch)
 
         model.train()
@@ -109,7 +109,7 @@ def main():
         for features, targets in train_loader:
             optimizer.zero_grad()
 
-            # new # DDP: call the wrapper: its forward prepares the averaging
+            # new # DDP: call the wrapper, because its forward prepares the averaging
             loss = nn.functional.mse_loss(parallel_model(features.to(device)), targets.to(device))
 
             loss.backward()
@@ -145,5 +145,5 @@ def main():
 if __name__ == "__main__":
     main()
 
-    # new # DDP: only after success: after a failure, this could wait forever for other ranks
+    # new # DDP: only after success, because after a failure this could wait forever for other ranks
     dist.destroy_process_group()

@@ -5,9 +5,10 @@
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py --device cpu     # without two GPUs
     python minimal/train_resume.py
 
-If a process fails, torchrun restarts all of them. The same command also resumes later, from best.pt.last; to
-start from scratch, delete this file. A restart repeats at most one epoch and reaches the weights of an
-uninterrupted run, bit for bit. With three or more processes, sums can round differently after a restart.
+If a process fails, torchrun restarts all processes. You can also run the same command later to resume from
+best.pt.last; to start from scratch, delete this file. A restarted run repeats at most one epoch. Its weights
+equal those of an uninterrupted run, bit for bit. With three or more processes, sums can round differently
+after a restart.
 
 Parent: train_DDP.py
 """
@@ -31,9 +32,9 @@ def create_table(rows, seed):  # yours: the data
 
 @torch.inference_mode()
 def evaluate(model, loader, device):  # yours: the loss, here and in main()
-    """Return the mean loss over all samples, each counted once."""
+    """Return the mean loss over all samples as a float; each sample counts once."""
     model.eval()
-    sums = torch.zeros(2, device=device)  # sum of the losses, number of samples
+    sums = torch.zeros(2, device=device)  # the sum of the losses, the number of samples
     for features, targets in loader:
         loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device), reduction="sum")
         sums += torch.stack([loss, torch.full_like(loss, len(targets))])
@@ -46,13 +47,13 @@ def evaluate(model, loader, device):  # yours: the loss, here and in main()
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--epochs", type=int, default=100, help="maximum passes over the table")
+    parser.add_argument("--epochs", type=int, default=100, help="maximum number of passes over the table")
     parser.add_argument("--patience", type=int, default=6, help="stop after N epochs without improvement")
     parser.add_argument("--batch-size", type=int, default=48, help="samples per step, over ALL processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="for the weights and the order of the samples")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the weights and the sample order")
     parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
-    parser.add_argument("--output", default="best.pt", help="the checkpoint of the best epoch")
+    parser.add_argument("--output", default="best.pt", help="file for the checkpoint of the best epoch")
 
     # new # DDP: torch.distributed.launch passes this option; torchrun does not
     parser.add_argument("--local-rank", type=int, help="ignored: LOCAL_RANK has the same value")
@@ -62,7 +63,7 @@ def main():
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
 
-    # new # DDP: launchers set these variables; for plain python, set them here; srun needs ../train_DDP.py
+    # new # DDP: launchers set these variables, but plain python does not; for srun, use ../train_DDP.py
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -100,7 +101,7 @@ def main():
         if epoch - best_epoch > args.patience:
             break
 
-        # new # DDP: without this, every epoch has the same order
+        # new # DDP: without this line, every epoch has the same order
         sampler.set_epoch(epoch)
 
         model.train()
@@ -108,7 +109,7 @@ def main():
         for features, targets in train_loader:
             optimizer.zero_grad()
 
-            # new # DDP: call the wrapper: its forward prepares the averaging
+            # new # DDP: call the wrapper, because its forward prepares the averaging
             loss = nn.functional.mse_loss(parallel_model(features.to(device)), targets.to(device))
 
             loss.backward()
@@ -136,7 +137,7 @@ def main():
             os.replace(args.output + ".tmp", args.output)  # a crash cannot leave half a checkpoint
         print(f"epoch {epoch:3}  loss {train_loss:.5f}  val_loss {val_loss:.5f}  lr {lr:g}")
 
-        # new # resume: save what the next epoch depends on; a crash leaves either the old or the new file
+        # new # resume: save what the next epoch depends on; a crash leaves the old file or the new one
         last = [epoch, best_loss, best_epoch, *(part.state_dict() for part in parts)]
         torch.save(last, args.output + ".last.tmp")
         os.replace(args.output + ".last.tmp", args.output + ".last")
@@ -145,5 +146,5 @@ def main():
 if __name__ == "__main__":
     main()
 
-    # new # DDP: only after success: after a failure, this could wait forever for other ranks
+    # new # DDP: only after success, because after a failure this could wait forever for other ranks
     dist.destroy_process_group()
