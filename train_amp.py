@@ -191,7 +191,7 @@ def main(args):
             images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # new # amp: autocast picks the precision of each operation; backward() uses the same
+            # new # amp: autocast picks the precision of each operation, also in backward()
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
                 loss = criterion(parallel_model(normalize(images)), labels)
 

@@ -310,7 +310,7 @@ def main(args):
             # new # grad_accum: the last part runs outside no_sync, so DDP reduces the accumulated gradient
             images, labels = last_part
 
-            # new # amp: autocast picks the precision of each operation; backward() uses the same
+            # new # amp: autocast picks the precision of each operation, also in backward()
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                 # new # combined: amp: the training loss, which can smooth labels

@@ -245,7 +245,7 @@ def main(args):
             # new # yolov3_DDP: count the boxes of all processes
             count = reduce.reduce_sum((labels[:, 1] >= 0).sum())
 
-            # new # amp: autocast picks the precision of each operation; backward() uses the same
+            # new # amp: autocast picks the precision of each operation, also in backward()
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                 # new # yolov3_amp: only the network runs in 16 bits

@@ -99,7 +99,7 @@ def main():
         for features, targets in train_loader:
             optimizer.zero_grad()
 
-            # new # amp: autocast picks the precision of each operation; backward() uses the same
+            # new # amp: autocast picks the precision of each operation, also in backward()
             with torch.autocast(device.type, torch.bfloat16):
                 outputs = parallel_model(features.to(device))
 
