@@ -308,7 +308,7 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # If one rank fails, a launcher ends all: report first. The reporting rank may serve the store: end it last
+            # If one rank exits, the launcher kills the rest: report first. The reporter may serve the store: let it end last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:

@@ -128,7 +128,7 @@ def parse_args():
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
-    parser.add_argument("--save-every", type=cli.count, default=0, help="keep every Nth checkpoint; 0: none")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint; 0: no")
 
     # new # DDP
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
@@ -286,7 +286,7 @@ def main(args):
     grid = dist.init_device_mesh(device.type, **shape)
     group = grid["pipeline"].get_group()
 
-    # new # lm_CP: TP: a context group also reads the same samples; FSDP2 shards over data and context
+    # new # lm_CP: TP: a context group reads the same samples, too; FSDP2 shards over both
     cube = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
     rank, world_size = cube["data"].get_local_rank(), cube["data"].size()
 

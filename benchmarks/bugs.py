@@ -180,7 +180,7 @@ def table(rows, found):
              "bugs": len(wrong), "public issues": len(public), "bugs detected": sum(seen for seen, _ in answers),
              "cause correct": sum(cause for _, cause in answers), "`random` or `unknown`": last,
              "seconds (median)": f"{statistics.median(row['seconds'] for row in rows):.0f}",
-             "time / time of plain runs": f"{factor:.1f}"}
+             "time relative to the commands without `verify`": f"{factor:.1f}"}
     text = tables.table(list(cells), [list(cells.values())])
     misses = [f"`{row['bug'] or row['program']}` ({row['cause'] or row['verdict']})" for row in rows
               if not all(right(row, found[row["program"]]))]

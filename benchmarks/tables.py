@@ -108,9 +108,8 @@ def step_table(content: dict) -> str:
             + f"\n\nMatrix products run at {rates['float32']:,.0f} GFLOP/s in float32 and {rates['bfloat16']:,.0f} in "
             f"bfloat16. The forward and backward passes of one image take {content['operations_per_image'] / 1e6:,.1f} "
             f"MFLOP. At the rate of the matrix products, these passes would take {around(share, '.0%')} of the step's "
-            f"time. An epoch of `{args['script']}` trains for {script['seconds']['median']:.2f} s, and spends "
-            f"{script['waits']['median']:.1%} of that time waiting for data (at most "
-            f"{script['waits']['highest']:.1%}).")
+            f"time. `{args['script']}` trains for {script['seconds']['median']:.2f} s per epoch. It waits for data for "
+            f"{script['waits']['median']:.1%} of that time (median; highest: {script['waits']['highest']:.1%}).")
 
 
 def memory_table(content: dict) -> str:

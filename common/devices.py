@@ -27,8 +27,8 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
     """Return the device `name`; by default, the accelerator, or the CPU if there is none.
 
     A process in a group passes its `local_rank` and gets its own device. A device with an index becomes the current
-    device: otherwise, the process, or only its memory-pinning thread, would also open a context on device 0. Raises
-    UsageError if the device is not available.
+    device; otherwise, the process, at least in its memory-pinning thread, would also open a context on device 0.
+    Raises UsageError if the device is not available.
     """
     device = _choose(name, local_rank)
     if device.index is not None:

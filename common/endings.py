@@ -140,10 +140,10 @@ def _interrupted(error: KeyboardInterrupt, rank: int) -> tuple[str | None, int]:
     code = error.args[0] if error.args else 128 + signal.SIGINT
     if multiprocessing.parent_process() or rank:  # mp.spawn's parent or rank 0 reports
         return None, code
-    for process in multiprocessing.active_children():  # Ctrl-C has also reached these processes
+    for process in multiprocessing.active_children():
         if process.daemon:  # a loader's worker; while it starts, an interrupt would end it with a traceback
             process.kill()
-        elif code != 130 and process.pid:
+        elif code != 130 and process.pid:  # a terminal sends Ctrl-C to the children, too
             os.kill(process.pid, signal.SIGINT)
         process.join(3)
         process.terminate()

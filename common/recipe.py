@@ -71,9 +71,10 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each block of a model separately, so that equal blocks compile only once.
 
     By default, Dynamo splits a graph where DDP's buckets end, so that DDP sends their gradients earlier
-    (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP sends gradients
-    between blocks. Dynamo counts the graphs of all blocks of one class together and stops compiling them after 8. A
-    ResNet needs more: it has eight kinds of blocks, each compiled for training and for evaluation.
+    (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP can send
+    gradients whenever a block's backward pass ends. Dynamo counts the graphs of all blocks of one class together and
+    stops compiling them after 8. A ResNet needs more: it has eight kinds of blocks, each compiled for training and for
+    evaluation.
     """
     from torch._dynamo import config
 

@@ -1,4 +1,4 @@
-"""Regression on a table, on one device: a plain training loop that needs only torch.
+"""Regression on tabular data, on one device: a plain training loop that needs only torch.
 
     python minimal/train.py
 

@@ -1,4 +1,4 @@
-"""Regression on a table, on any number of processes: minimal/train.py with DistributedDataParallel.
+"""Regression on tabular data, on any number of processes: minimal/train.py with DistributedDataParallel.
 
     torchrun --nproc-per-node=2 minimal/train_DDP.py
     python -m torch.distributed.launch --nproc_per_node=2 minimal/train_DDP.py

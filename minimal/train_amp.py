@@ -1,4 +1,4 @@
-"""Regression on a table, in mixed precision: minimal/train_DDP.py with the forward pass in bfloat16.
+"""Regression on tabular data, in mixed precision: minimal/train_DDP.py with the forward pass in bfloat16.
 
     torchrun --nproc-per-node=2 minimal/train_amp.py
     torchrun --nproc-per-node=2 minimal/train_amp.py --device cpu     # if there are fewer than two GPUs

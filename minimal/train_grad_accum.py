@@ -1,4 +1,4 @@
-"""Regression on a table, with batches too large for memory: minimal/train_DDP.py with micro-batches.
+"""Regression on tabular data, with batches too large for memory: minimal/train_DDP.py with micro-batches.
 
     torchrun --nproc-per-node=2 minimal/train_grad_accum.py --accum-steps 4
     torchrun --nproc-per-node=2 minimal/train_grad_accum.py --device cpu     # if there are fewer GPUs

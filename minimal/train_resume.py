@@ -1,4 +1,4 @@
-"""Regression on a table, in a run that resumes after crashes: minimal/train_DDP.py with checkpoints.
+"""Regression on tabular data, in a run that resumes after crashes: minimal/train_DDP.py with checkpoints.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts can hang without this
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py

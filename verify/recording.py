@@ -37,7 +37,7 @@ class Recorder:
 
         `whole` is the folder of the other command, if that command has ended. The tensors of this command may be parts
         of the tensors recorded there.
-        Modules whose class name contains a word of `resting` are kept in evaluation mode.
+        A module whose class name contains one of the words `resting` stays in evaluation mode.
         """
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -66,7 +66,7 @@ class Recorder:
         return functools.wraps(function)(lambda *args, **more: around(function, *args, **more))
 
     def cast(self, function, tensor, **more):
-        """Return the tensor in float64, but in float32 for GradScaler, and in 16 bits outside an optimizer's step."""
+        """Cast to float64 instead of float32, except in GradScaler; in an optimizer's step, also instead of 16 bits."""
         scaler = sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
         narrow = scaler if function.__name__ == "float" else not self.outer
         return function(tensor, **more) if narrow else tensor.double(**more)
@@ -165,7 +165,7 @@ class Recorder:
         return found
 
     def find_parts(self, names):
-        """Return, for each parameter, the Part of the other command's tensor that the parameter is, or None."""
+        """Return, for each parameter, its Part if it is a part of one of the other command's tensors, or None."""
         found, known = [], {}
         for number, (name, item) in enumerate(zip(names, self.parameters)):
             near = sorted(range(len(self.wholes)), key=lambda n: (self.wholes[n][0] != name, abs(n - number)))
@@ -178,7 +178,7 @@ class Recorder:
         return found
 
     def find_part(self, shape, marks, other, others, known):
-        """Return the Part of another tensor that a tensor is, or None. `known` has the rows found so far, by sizes."""
+        """Return a tensor's Part if it is a part of `other`, or None. `known` has the rows found so far, by sizes."""
         axes = [axis for axis, pair in enumerate(zip(shape, other)) if pair[0] != pair[1]]
         if len(axes) != 1:
             return None

@@ -39,7 +39,7 @@ class Run:
                            for path in Path(folder).glob("*.jsonl")])
 
     def at(self, number):
-        """Return each rank's record of a step, the distinct rows of all ranks, and all samples, sorted."""
+        """Return each rank's record of a step, the distinct rows of all ranks, and a sorted list of all samples."""
         states = [steps[number] for steps in self.ranks.values()]
         rows, first = {}, [row[:3] for row in states[0]["rows"]]
         for state in states:  # equal rows on several ranks are one parameter, but on one rank they are several
@@ -108,7 +108,7 @@ def match(left, right):
 
 
 def worst(pairs, column, floor=1e-6):
-    """Return the greatest relative difference of a column's digests, and the name of its parameter."""
+    """Return the greatest relative difference of two digests in a column, and the name of that parameter."""
     pairs = [(one.name, getattr(one, column), getattr(two, column)) for one, two in pairs]
     least = floor * math.hypot(*[one[0] for _, one, _ in pairs]) + 1e-300  # anything smaller is rounding error
     found = [(gap(one, two, least), name) for name, one, two in pairs]

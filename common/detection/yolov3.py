@@ -165,7 +165,7 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
         iou = box_iou(part[:, None, 2:], found[image])[:, 0]
         overlaps.index_add_(0, image, (iou > 0.5).to(overlaps.dtype))  # small integers add up exactly in any order
     image, classes, boxes = labels[:, 0].long(), labels[:, 1].long(), labels[:, 2:]
-    real = (classes >= 0).to(labels.dtype)  # use a weight: selecting rows would make the CPU wait for the GPU
+    real = (classes >= 0).to(labels.dtype)  # 0: a region to ignore; selecting rows would wait for the GPU
     place = _assign(boxes, outputs[1], outputs[0][0].shape[1] * STRIDES[0])
     positive = torch.zeros_like(overlaps).index_put_((image, place), real, accumulate=True).clamp(max=1)
     counted = torch.where(overlaps > 0, positive, 1)

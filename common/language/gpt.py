@@ -143,7 +143,7 @@ class GPT(nn.Module):
         """Return what the blocks need to know about positions: rotations, mask and `attend`.
 
         `rotations`, shape (2, P, width of a head), holds the cosines and sines with which rotate() rotates queries and
-        keys. The mask has shape (N, 1, P, T). Without `end`, it is None, and attention is causal.
+        keys. The mask has shape (N, 1, P, T). Without `end`, it is None: attend() is causal by itself.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
         positions = every if self.positions is None else self.positions
