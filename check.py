@@ -308,7 +308,7 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # If one rank exits, the launcher kills the rest: report first. The reporter may serve the store: let it end last
+            # If a rank exits, the launcher kills the rest: report first. The reporter serves the store: end it last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:

@@ -49,7 +49,7 @@ def parse_args():
 
 
 class PairDataset:
-    """Pairs, decoded and cropped on access. A batch is returned as (its slot in the ring, its length)."""
+    """Pairs, decoded and cropped on access. A batch is (its slot in `self.ring`, its number of pairs)."""
 
     def __init__(self, pair_list, cuts):
         self.pair_list, self.cuts, self.ring = pair_list, cuts, None

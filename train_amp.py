@@ -53,7 +53,7 @@ def parse_args():
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
-    parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint; 0: no")
+    parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
     # new # DDP
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")

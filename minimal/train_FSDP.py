@@ -1,4 +1,4 @@
-"""Regression on tabular data, for models that do not fit on one device: minimal/train_DDP.py with fully_shard.
+"""Regression on tabular data, for models too large for one device: minimal/train_DDP.py with fully_shard.
 
     torchrun --nproc-per-node=2 minimal/train_FSDP.py
     torchrun --nproc-per-node=2 minimal/train_FSDP.py --device cpu     # if there are fewer than two GPUs
