@@ -1,6 +1,6 @@
 """The loaders: their batches on one to three processes, from files whose pixels encode their own position."""
+import importlib
 import importlib.util
-import json
 import re
 import runpy
 import sys
@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FROM_ROOT, LAUNCH, PROGRAMS, PYTHON, ROOT, STRICT, TORCHRUN, good, run
+import torch.distributed as dist
+from conftest import LAUNCH, PYTHON, ROOT, STRICT, good, run
 from PIL import Image, ImageOps
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common import errors
 from common.pairs import tars
 from common.pairs.pairs import find_pairs
 
@@ -25,26 +28,38 @@ HAS_DALI = bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec(
 DALI = [pytest.mark.drill, pytest.mark.skipif(not HAS_DALI, reason="no DALI: pip install -r requirements-dali.txt")]
 IN_ORDER = ["loader", pytest.param("loader_DALI", marks=DALI)]  # a pair has one place in an epoch, wherever it is read
 LOADERS = [*IN_ORDER, "loader_streaming"]
-PROCESSES = [1, 2, pytest.param(3, marks=pytest.mark.nightly)]
+PROCESSES = [1, 2, 3]
 
 
-def job(name, script, source, *arguments, action="watch"):
-    arguments = ["--data-source", str(source), "--device", "cpu", *map(str, arguments)]
-    return {"name": name, "script": script, "arguments": arguments, "action": action}
+def watch(loader, args):
+    return [list(loader) for _ in range(args.epochs)]
 
 
-def workers_of(case):
-    return (0, 1) if case in ("truncated", "damaged") else (0,)
+def break_off(loader, args):
+    seen = [[next(iter(loader))]]
+    seen.append(list(loader))
+    loader.set_epoch(2)
+    seen.append(list(loader))
+    loader.set_epoch(7, skip=args.batch_size)
+    seen.append(list(loader))
+    loader.set_epoch(8, skip=(len(loader) - 1) * args.batch_size)
+    seen += [list(loader), list(loader)]
+    loader.set_epoch(1)
+    return seen, [list(loader) for _ in range(9)]
 
 
-def launch(folder, processes, jobs):
-    """Run the jobs in one launch of the driver; return {(script, name): results, one for each rank}."""
-    folder.mkdir(parents=True)
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    launcher = [PYTHON] if processes == 1 else [*TORCHRUN, f"--nproc-per-node={processes}"]
-    good(run(*launcher, PROGRAMS / "driver.py", folder, env=FROM_ROOT))
-    return {(job["script"], job["name"]): [SimpleNamespace(**torch.load(folder / f"{number}-{rank}.pt"))
-                                           for rank in range(processes)] for number, job in enumerate(jobs)}
+def deliver(script, source, *arguments, use=watch, rank=0, processes=1):
+    """Return the length of a script's loader and what `use` reads from it, as one rank of a group."""
+    module = importlib.import_module(script)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [script, "--data-source", str(source), "--device", "cpu", *map(str, arguments)])
+            args = module.parse_args()
+        loader = module.build_loader(args)
+        return SimpleNamespace(length=len(loader), epochs=use(loader, args))
+    finally:
+        dist.destroy_process_group()
 
 
 def write_marked(folder, **splits):
@@ -104,11 +119,8 @@ def sharded(folder, files, per_shard=4):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, marked, pictures, spoiled):
-    """What a loader delivered on 1, 2 and 3 processes: {(script, processes): {name: [result of each rank]}}.
-
-    Each launch is made when a test first asks for it, for all scripts but loader_DALI.
-    """
+def seen(tmp_path_factory, marked, pictures):
+    """What a loader delivers on 1, 2 and 3 processes: {(script, processes): {name: [result of each rank]}}."""
     base = tmp_path_factory.mktemp("seen")
     few = write_marked(base / "few", test=1)
 
@@ -117,35 +129,26 @@ def seen(tmp_path_factory, marked, pictures, spoiled):
         if script == "loader_streaming":
             sets = [sharded(base / f"shards-{processes}-{number}", files) for number, files in enumerate(sets)]
         marked_set, few_set, picture_set = sets
-        common = ["--resize", 0, "--crop", CROP, "--batch-size", BATCH]
-        jobs = []
-        for split in ("train", "test"):
-            epochs = 12 if split == "train" and processes == 1 else 2
-            jobs.append(job(split, script, marked_set, *common, "--split", split, "--workers", 0, "--epochs", epochs))
+        cuts, two = [marked_set, "--resize", 0, "--crop", CROP, "--batch-size"], ["--workers", 2]
+        yield "train", [*cuts, BATCH, "--workers", 0, "--epochs", 12 if processes == 1 else 2], watch
+        yield "test", [*cuts, BATCH, "--workers", 0, "--split", "test"], watch
         if processes == 1:
-            jobs += [job("workers", script, marked_set, *common, "--workers", 2),
-                     job("test-workers", script, marked_set, *common, "--workers", 2, "--split", "test"),
-                     job("seed", script, marked_set, *common, "--workers", 0, "--seed", 5),
-                     job("broken", script, marked_set, *common, "--workers", 0, action="broken_off"),
-                     job("broken-workers", script, marked_set, *common[:-1], 4, "--workers", 3, action="broken_off")]
-            jobs += [job(f"pictures-{split}", script, picture_set, "--split", split, "--resize", 72, "--crop", 64,
-                         "--batch-size", 4, "--workers", 0) for split in ("train", "test")]
-            jobs += [job(f"{case}-{workers}", script, folder, "--resize", 0, "--crop", 64, "--batch-size", 2,
-                         "--workers", workers, action="refused") for case, (folder, _) in spoiled.items()
-                     if script != "loader_streaming" for workers in workers_of(case)]
+            yield "workers", [*cuts, BATCH, *two], watch
+            yield "test-workers", [*cuts, BATCH, *two, "--split", "test"], watch
+            yield "seed", [*cuts, BATCH, "--workers", 0, "--seed", 5], watch
+            yield "broken", [*cuts, BATCH, "--workers", 0], break_off
+            yield "broken-workers", [*cuts, 4, *two], break_off
+            for split in "train", "test":
+                yield f"pictures-{split}", [picture_set, "--split", split, "--resize", 72, "--crop", 64, "--batch-size",
+                                            4, "--workers", 0], watch
         if processes == 2:
-            jobs.append(job("ddp", script, picture_set, "--resize", 72, "--crop", 64, "--batch-size", 4, "--workers", 1,
-                            action="train"))
-            jobs.append(job("few", script, few_set, *common, "--split", "test", "--workers", 1))
-        return jobs
+            yield "few", [few_set, *cuts[1:], BATCH, "--workers", 1, "--split", "test"], watch
 
     class Seen(dict):
         def __missing__(self, key):
-            together = ["loader_DALI"] if key[0] == "loader_DALI" else ["loader", "loader_streaming"]
-            jobs = [each for script in together for each in jobs_of(script, key[1])]
-            found = launch(base / f"{together[0]}-{key[1]}", key[1], jobs)
-            for script in together:
-                self[script, key[1]] = {name: ranks for (owner, name), ranks in found.items() if owner == script}
+            script, processes = key
+            self[key] = {name: [deliver(script, *arguments, use=use, rank=rank, processes=processes)
+                                for rank in range(processes)] for name, arguments, use in jobs_of(*key)}
             return self[key]
 
     return Seen()
@@ -254,7 +257,7 @@ def test_every_offset_and_every_flip_is_reached_on_train_and_the_centre_on_test(
 @pytest.mark.parametrize("script", LOADERS)
 def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, script):
     for name in ("broken", "broken-workers"):
-        (first, second, again, seventh, rest, ninth), whole = seen[script, 1][name][0].broken_off
+        (first, second, again, seventh, rest, ninth), whole = seen[script, 1][name][0].epochs
         whole = [batches(epoch) for epoch in whole]
         assert batches(first) == whole[0][:1]
         assert batches(second) == whole[1] and batches(again) == whole[1] and batches(seventh) == whole[6][1:]
@@ -294,22 +297,12 @@ def test_both_loaders_deliver_the_same_pixels(seen, split):
 
 
 @pytest.mark.parametrize("script", LOADERS)
-def test_two_processes_train_on_it_through_ddp(seen, script):
-    one, other = (result.train for result in seen[script, 2]["ddp"])
-    assert len(one[0]) == len(other[0]) == 3
-    losses = [sum(pair) / 2 for pair in zip(one[0], other[0], strict=True)]
-    assert losses[-1] < losses[0]
-    assert all(torch.equal(left, right) for left, right in zip(one[1], other[1], strict=True))
-
-
-@pytest.mark.parametrize("script", LOADERS)
 def test_a_process_may_have_no_pair_to_test(seen, script):
     assert [(numbers(result.epochs[0]), result.length) for result in seen[script, 2]["few"]] == [([0], 1), ([], 0)]
 
 
-# Files that cannot be used: each case spoils a good set of four pairs, and returns the file to be named.
-
-def _spoil(folder, case):
+def spoil(folder, case):
+    """Write a set of four pairs that cannot be used; return the file to be named."""
     picture = Image.fromarray(np.random.RandomState(1).randint(0, 255, (90, 120, 3)).astype(np.uint8))
     for side in ("img", "gt"):
         for number in range(4):
@@ -317,10 +310,8 @@ def _spoil(folder, case):
             path.parent.mkdir(parents=True, exist_ok=True)
             picture.save(path)
     image, target = (folder / "train" / side / "a" / "2.jpg" for side in ("img", "gt"))
-    content = image.read_bytes()
     if case == "orphans":  # as many on either side: matched by position they would pass
-        image.rename(image.with_name("7.jpg"))
-        return image.with_name("7.jpg")
+        return image.rename(image.with_name("7.jpg"))
     if case == "orphan target":
         image.unlink()
         return target
@@ -331,49 +322,35 @@ def _spoil(folder, case):
         (folder / "train" / "gt").rename(folder / "train" / "other")
         return folder / "train" / "gt"
     if case == "truncated":
-        image.write_bytes(content[:len(content) * 2 // 3])
-    if case == "truncated target":
-        target.write_bytes(content[:-2])
-    if case == "damaged":
-        picture.save(image.with_suffix(".png"))
-        image.unlink()
-        image = image.with_suffix(".png")
-        damaged = bytearray(image.read_bytes())
-        damaged[200:260] = bytes(60)
-        image.write_bytes(damaged)
+        image.write_bytes(image.read_bytes()[:-2])
     if case == "two sizes":
         picture.resize((90, 120)).save(target)
     if case == "too small":
         for path in (image, target):
             picture.resize((63, 100)).save(path)
-    return target if case == "truncated target" else image
+    return image
 
 
 WRONG_SETS = ["orphans", "orphan target", "ambiguous", "no folder"]
-BAD_FILES = ["truncated", "truncated target", "damaged", "two sizes", "too small"]  # others: unit/test_images.py
-
-
-@pytest.fixture(scope="module")
-def spoiled(tmp_path_factory):
-    """Return {case: (the folder of a set that cannot be used, the file to be named)}."""
-    base = tmp_path_factory.mktemp("spoiled")
-    return {case: (base / case, _spoil(base / case, case)) for case in WRONG_SETS + BAD_FILES}
+BAD_FILES = ["truncated", "two sizes", "too small"]  # others: unit/test_images.py
 
 
 @pytest.mark.parametrize("case", WRONG_SETS + BAD_FILES)
 @pytest.mark.parametrize("script", IN_ORDER)
-def test_what_cannot_be_used_is_named(seen, spoiled, script, case):
-    for workers in workers_of(case):
-        kind, message = seen[script, 1][f"{case}-{workers}"][0].error
-        assert kind == ("UsageError" if case in WRONG_SETS else "ProcessError"), message
-        assert str(spoiled[case][1]) in message
+def test_what_cannot_be_used_is_named(tmp_path, script, case):
+    """In this process, or in a worker."""
+    named = spoil(tmp_path, case)
+    error = errors.UsageError if case in WRONG_SETS else errors.ProcessError
+    for workers in (0, 1) if case == "truncated" else (0,):
+        with pytest.raises(error, match=re.escape(str(named))):
+            deliver(script, tmp_path, "--resize", 0, "--crop", 64, "--batch-size", 2, "--workers", workers)
 
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
-    """loader.py runs on two processes, as in README; loader_DALI.py runs on one."""
+    """On two processes, as in README; loader_DALI.py runs on one."""
     size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24", **STRICT}  # the terminal that `run` opens has none
-    launcher, split = ([*LAUNCH, "--nproc_per_node=2"], "train") if script == "loader" else ([PYTHON], "test")
+    launcher, split = ([*LAUNCH, "--nproc_per_node=2"], "train") if script != "loader_DALI" else ([PYTHON], "test")
     command = [*launcher, ROOT / f"{script}.py", "--split", split, "--workers", "1", "--preview", "out/pairs.png",
                "--epochs", "3", "--device", "cpu"]
     said = good(run(*command, cwd=tmp_path, terminal=True, env=size))
@@ -386,11 +363,11 @@ def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
     found = [re.fullmatch(r"epoch +(\d)/3  (\d+) pairs  (\d+) batches  [\d.]+ s  [\d,]+ pairs/s  "
                           r"first batch [\d.]+ s  waiting \d+ % of the time", line) for line in lines]
     assert all(found) and [match[1] for match in found] == ["1", "2", "3"]
-    counts = ("24", "3") if script == "loader" else ("7", "1")
+    counts = ("24", "3") if script != "loader_DALI" else ("7", "1")
     assert all((match[2], match[3]) == counts for match in found)
     assert "epoch 1: " in said.err, "no progress bar"
     with Image.open(tmp_path / "out/pairs.png") as image:
-        columns = 4 if script == "loader" else 7  # two processes share the batch of 8
+        columns = 4 if script != "loader_DALI" else 7  # two processes share the batch of 8
         assert image.size == (2 + columns * 226, 2 + 2 * 226)
 
 
