@@ -1,11 +1,18 @@
 """Datasets: splits, augmentation and normalization, and the files that datasets of pairs write."""
-import os
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)
 
 from common import datasets, launch, models
 from common.endings import explain
@@ -50,6 +57,26 @@ def test_each_sample_has_crops_and_flips_of_its_own():
     assert (seen[0] != seen[1]).float().mean() > 0.9
 
 
+def test_batches_depend_on_seed_epoch_and_index_but_not_on_processes_or_workers():
+    images = torch.randint(256, (62, 3, 32, 32), dtype=torch.uint8)
+    data = datasets.ArrayDataset("cifar10", images, torch.zeros(62, dtype=torch.int64), 7, augment=True)
+    found = {1: [], 2: []}
+    for processes, workers in (1, 0), (1, 1), (2, 0), (2, 2):
+        samplers = [DistributedSampler(data, processes, rank, seed=7, drop_last=True) for rank in range(processes)]
+        options = datasets.loader_options(workers, torch.device("cpu"), data) | {"drop_last": True}
+        loaders = [DataLoader(data, 12 // processes, sampler=sampler, **options) for sampler in samplers]
+        for epoch, seen in found.items():
+            data.set_epoch(epoch)
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            shares = [[batch for batch, _ in loader] for loader in loaders]
+            seen.append(torch.stack([torch.stack(batch, 1).flatten(0, 1) for batch in zip(*shares, strict=True)]))
+    for first, *others in found.values():
+        assert first.shape[:2] == (5, 12) and len(first.flatten(0, 1).flatten(1).unique(dim=0)) == 60
+        assert all(torch.equal(first, other) for other in others)
+    assert not any(map(torch.equal, found[1][0], found[2][0]))
+
+
 def test_two_files_of_one_picture_are_cropped_differently_and_an_epoch_repeats_it(tmp_path):
     picture = np.random.RandomState(0).randint(0, 256, (60, 60, 3)).astype(np.uint8)
     Image.fromarray(picture).save(tmp_path / "0.png")
@@ -60,20 +87,6 @@ def test_two_files_of_one_picture_are_cropped_differently_and_an_epoch_repeats_i
         images, _ = data.__getitems__(range(4))
         assert torch.equal(images, views.setdefault(epoch, images))
     assert len(torch.cat([*views.values()]).flatten(1).unique(dim=0)) == 8
-
-
-def test_a_folder_keeps_no_object_for_each_file():
-    """Counting references to a million objects would copy their pages in every worker; two arrays count none."""
-    data = datasets.FolderDataset([(f"{number} ä.png", number) for number in range(1000)], 1000, 0)
-    assert len(data) == 1000 and os.fsdecode(data.paths[7]) == "7 ä.png" and data.labels[[7, 9]].tolist() == [7, 9]
-    assert data.paths.dtype != object and not any(isinstance(value, (list, tuple, dict)) and len(value) >= 1000
-                                                  for value in vars(data).values())
-
-
-def test_normalised_pixels_have_mean_0_and_standard_deviation_1():
-    train, _ = datasets.create_datasets("digits", "", 0, "")
-    pixels = datasets.Normalize(train)(train.images)
-    assert pixels.dtype == torch.float32 and abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
 
 
 class Samples:
