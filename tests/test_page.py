@@ -104,22 +104,6 @@ def test_a_right_line_that_no_file_has_is_refused():
 
 
 @pytest.mark.drill
-def test_gloo_mixes_up_gradients_as_the_pitfall_says(tmp_path):
-    """If the first gradient is right, torch has fixed pitfall L6."""
-    trap, right = texts.read_traps(DOCS, MUTATIONS)["L6"], [[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]]
-    assert len(trap.wrong.splitlines()) <= 10
-    program, found = tmp_path / "gather.py", []
-    for lines in (trap.right.splitlines()[0], trap.right):
-        program.write_text(trap.wrong.replace(trap.right.splitlines()[0], lines))
-        shown = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", program],
-                               capture_output=True, text=True, timeout=180)
-        assert shown.returncode == 0, shown.stderr[-2000:]
-        found.append([ast.literal_eval(line) for line in shown.stdout.splitlines()])
-    assert found[1] == [right] * 2
-    assert found[0][0] != right and sorted(sum(found[0][0], [])) == sorted(sum(right, []))
-
-
-@pytest.mark.drill
 def test_what_how_it_works_says_can_be_seen():
     text = (DOCS / "how-it-works.md").read_text()
     commands = re.findall(r"```console\n(.*?)\n```", text)

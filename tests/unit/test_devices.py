@@ -1,16 +1,12 @@
 """Which device a process selects, given the answers of real machines: testing the choice needs no accelerator."""
 import os
-import platform
 import re
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 
 from common import datasets, devices, reduce, spawn
 from common.errors import UsageError
@@ -92,30 +88,6 @@ def test_without_an_accelerator_there_is_one_cpu():
     assert devices.select_device(None).type == devices.select_device(None, 1).type == "cpu"
     assert devices.count_processes(None) == 2
     assert [devices.device_ids(torch.device(name)) for name in ("cpu", "mps", "cuda:1")] == [[], [], [1]]
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the settings")
-def test_memory_that_a_step_frees_is_there_for_the_next():
-    """Three blocks of 20 MB, 5,000 pages each.
-
-    By default, glibc raises its threshold when such a block is freed, and the heap's layout decides what it returns.
-    The variable keeps the threshold: it returns all blocks, unless the settings are made.
-    """
-    program = """if True:
-        import resource, sys, torch
-        from common import devices
-        if sys.argv[1] == "kept":
-            devices.keep_freed_memory(torch.device("cpu"))
-        for step in range(20):  # the blocks find lasting places in about six steps
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            blocks = [torch.ones(20_000_000, dtype=torch.uint8) for _ in range(3)]
-            del blocks
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
-    fixed = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}
-    faults = {name: int(subprocess.run([sys.executable, "-c", program, name], cwd=ROOT, capture_output=True, text=True,
-                                       check=True, env=fixed).stdout) for name in ("default", "kept")}
-    assert faults["kept"] < 100 and faults["default"] > 10_000, faults
 
 
 def test_deterministic_is_for_those_who_ask_and_the_others_get_the_fastest(monkeypatch):

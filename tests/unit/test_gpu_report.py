@@ -1,7 +1,6 @@
 """tools/gpu_report.py: what its report says of tests and measurements, and that docs/gpus says what it has."""
 import os
 import subprocess
-from types import SimpleNamespace
 
 import gpu_report
 import pytest
@@ -50,13 +49,3 @@ def test_a_machine_without_gpus_passes_none_of_their_tests():
     assert done.returncode == 5, done.stdout + done.stderr
     for row in ("drift_apart[gpu 8]: needs 8 GPUs; this machine has 0", "a_cpu_trains[XPU]: needs XPU"):
         assert done.stdout.count(row) == 1, done.stdout
-
-
-def test_a_test_that_is_done_is_not_started_again(tmp_path, monkeypatch):
-    monkeypatch.setenv(gpu_report.NOTES, str(tmp_path / "notes.jsonl"))
-    monkeypatch.setenv(gpu_report.ONLY, "test_[ab]")
-    gpu_report.note(tmp_path / "notes.jsonl", name="test_a", result="passed")
-    items = [SimpleNamespace(name=name) for name in ("test_a", "test_b", "test_c")]
-    gpu_report.pytest_collection_modifyitems(items)
-    assert [item.name for item in items] == ["test_b"]
-    assert gpu_report.read(tmp_path / "notes.jsonl")["tests"]["names"] == ["test_a", "test_b"]

@@ -4,7 +4,6 @@ import os
 import struct
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms.v2.functional import resize
 
-from common.datasets import create_datasets
 from common.errors import ProcessError, UsageError
 from common.images import decode, decode_reduced, decode_with_torchvision, find_files
 from common.pairs import pairs
@@ -273,24 +271,3 @@ def test_only_image_files_count_through_links_too(folder):
     (folder / "b" / "round").symlink_to(folder)
     with pytest.raises(UsageError, match="round: " if sys.platform == "win32" else "b/round.*symbolic links"):
         find_files(folder)
-
-
-def test_both_kinds_of_sets_find_the_same_files(folder, tmp_path):
-    folder, expected = folder
-    (folder / "broken.jpg").unlink()
-    expected.remove("broken.jpg")
-    for side in ("img", "gt"):
-        (tmp_path / "pairs" / "train").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pairs" / "train" / side).symlink_to(folder)
-    found = pairs.find_pairs(tmp_path / "pairs", "train", "img", "gt")
-    assert found == [tuple(str(tmp_path / "pairs" / "train" / side / name) for side in ("img", "gt"))
-                     for name in expected]
-    for split in ("train", "val"):
-        (tmp_path / "classes" / split).mkdir(parents=True)
-        (tmp_path / "classes" / split / "oak").symlink_to(folder)
-    for dataset in create_datasets("folder", tmp_path / "classes", 0, tmp_path):
-        oak = tmp_path / "classes"
-        names = [Path(os.fsdecode(path)).relative_to(oak).parts[2:] for path in dataset.paths]
-        assert names == [Path(name).parts for name in expected]
-        images, labels = dataset.__getitems__(range(5))
-        assert images.shape == (5, 3, 224, 224) and images.dtype == torch.uint8 and labels.tolist() == [0] * 5

@@ -2,7 +2,7 @@
 import sys
 
 import pytest
-from conftest import PYTHON, WARNINGS, run, unexplained
+from conftest import PYTHON, run, unexplained
 
 PACKAGE = "/usr/lib/python3/dist-packages/torch/nn/functional.py:71: UserWarning: an operator is slow here\n"
 
@@ -24,14 +24,3 @@ def test_a_good_run_with_noise_fails():
         run(PYTHON, "-c", "import sys; print('nanobind: leaked 3 types!', file=sys.stderr)")
     assert run(PYTHON, "-c", "import sys; print('epoch 1', file=sys.stderr)").err == "epoch 1\n"
     assert run(PYTHON, "-c", "raise ValueError").code == 1
-
-
-@pytest.mark.parametrize("message, category, code", [
-    ("The module torch.distributed.launch is deprecated\nand going to be removed", "FutureWarning", 0),
-    ("The module torch.distributed.launch is going to be removed", "FutureWarning", 1),
-    ("this argument is deprecated", "DeprecationWarning", 1)])
-def test_a_warning_without_a_reason_is_an_error_in_a_strict_launch(message, category, code):
-    """This includes the processes that it starts."""
-    inner = f"import warnings; warnings.warn({message!r}, {category})"
-    outer = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {inner!r}]))"
-    assert run(PYTHON, "-c", outer, env=WARNINGS, quiet=False).code == code

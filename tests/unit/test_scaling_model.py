@@ -54,25 +54,6 @@ def test_the_meshes_where_the_answer_is_known():
         2 * 3 / 4 / 450 + 2 * 3 * 3.4e-6 + 2 * 7 / 8 * 2)
 
 
-def test_a_small_model_on_meshes_by_hand():
-    """The model has 2**20 parameters and 8 blocks of width 64; a step has 1,024 sequences of 4,096 tokens."""
-    model = {"parameters": 2**20, "layers": 8, "width": 64, "keys": 64, "hidden": 256, "gated": False,
-             "vocabulary": 1000, "sequence": 4096}
-    link, product = scaling.LINKS["400 Gb/s per GPU"], 6 * 2**20 * 4096 / scaling.FLOPS  # seconds of a sequence
-    alone, tensor, pipeline = meshes.Plan(1, 1, 1), meshes.Plan(1, 2, 1), meshes.Plan(1, 1, 8)
-    assert meshes.step_time(model, alone, link) == pytest.approx(1024 * product)
-    assert meshes.step_time(model, alone._replace(recompute=True), link) == pytest.approx(1024 * product * 4 / 3)
-    sums = 8 * 4 * (4096 * 64 * 2 / 450e9 + 2 * 3.4e-6)  # two members: each sends the bytes once, in two hops
-    assert meshes.step_time(model, tensor, link) == pytest.approx(1024 * (product / 2 + sums))
-    sends = 2 * (4096 * 64 * 2 / 450e9 + 3.4e-6)
-    assert meshes.step_time(model, pipeline, link) == pytest.approx((1024 + 7) * (product / 8 + sends))
-    logits, block = 4 * 4096 * 1000, 4096 * 64 * 32
-    assert meshes.memory(model, alone) == 16 * 2**20 + 10 * 2**17 + 8 * block + logits
-    assert meshes.memory(model, alone._replace(recompute=True)) == (
-        16 * 2**20 + 10 * 2**17 + 8 * 4096 * 128 + block + logits)
-    assert meshes.memory(model, pipeline) == 16 * 2**17 + 6 * 2**17 + max(8 * block, block + logits)
-
-
 def test_the_command_for_a_model_of_ones_own(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["scaling", "--parameters", "25.6e6", "--step", "0.12"])
     runpy.run_module("benchmarks.scaling", run_name="__main__")
