@@ -69,17 +69,3 @@ def test_memory_counts_each_storage_once(copy):
         assert all(sum(rank["peak"].values()) >= 3 * rank["held"]["weights"] for rank in (whole, shard))
         # each block is gathered and freed by itself: the whole model is in memory at no time
         assert sum(whole["peak"].values()) - sum(shard["peak"].values()) > whole["held"]["weights"]
-
-
-def test_the_lines_of_language_models_are_read():
-    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements-bench.txt")
-    from benchmarks import language, measure
-
-    line = ("epoch   2/10  loss 1.7  val_loss 1.9000  accuracy 0.4000  bits 2.7411  lr 0.00100  5.00 s  "
-            "12,000 tokens/s{}\n")
-    found = {"val_loss": 1.9, "accuracy": 0.4, "seconds": 5.0, "speed": 12000.0}
-    assert [*measure.read_epochs([line.format(""), "other\n"])] == [found]
-    assert [*measure.read_epochs([line.format("  MFU 31%  812 MiB")])] == [found | {"peak_mib": 812.0}]
-    theirs = [f"iter {number}: loss 2.0000, time 500.00ms, mfu -100.00%\n" for number in range(5)]
-    theirs.insert(0, "step 0: train loss 4.0, val loss 4.0\n")
-    assert [*language.read_iterations(2, 64, theirs)] == 2 * [{"seconds": 1.0, "speed": 128.0}]

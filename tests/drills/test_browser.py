@@ -109,21 +109,6 @@ def test_keys_step_through_the_changes(page):
     assert browser.find_elements("css selector", "#diff table.unified")
 
 
-def test_the_address_keeps_the_choice(page):
-    from selenium.webdriver.support.ui import Select
-
-    browser = page("#train_DDP.py...train_amp.py:2")
-    assert browser.find_element("id", "position").text.startswith("change 2 of")
-    Select(browser.find_element("id", "right")).select_by_visible_text("train_mp.py")
-    becomes("train_DDP.py...train_mp.py", lambda: address(browser))
-    browser.find_element("id", "swap").click()
-    becomes("train_mp.py...train_DDP.py", lambda: address(browser))
-    browser.back()
-    becomes("train_mp.py", lambda: browser.find_element("id", "right").get_attribute("value"))
-    page("#train_none.py...train.py")
-    becomes("minimal/train_DDP.py", lambda: browser.find_element("id", "right").get_attribute("value"))
-
-
 def test_a_pitfall_stands_beside_its_lines(page):
     note = page("#train.py...train_DDP.py").find_element("css selector", "#diff details[data-trap=D2]")
     block = note.find_element("xpath", "ancestor::tbody")
@@ -138,13 +123,6 @@ def test_everything_can_be_read(page, dark):
     press(browser, "j", "f")
     browser.execute_script("for (const part of document.querySelectorAll('details')) part.open = true")
     assert browser.execute_script(CONTRAST) == {}
-
-
-def test_a_small_screen_is_enough(page):
-    browser = page("#train_DDP.py...train_grad_accum.py", width=390)
-    assert browser.find_elements("css selector", "#diff table.unified")
-    browser.find_element("id", "unfold").click()
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
 def test_chosen_ideas_show_where_they_meet(page):

@@ -1,4 +1,4 @@
-"""check.py names faults on two hosts and under Slurm: blocked ports, bad folders, and stopped or missing ranks."""
+"""check.py names faults on two hosts: blocked ports, bad folders, and stopped or missing ranks."""
 import contextlib
 import datetime
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import hosts
 import pytest
-import slurm
 from conftest import PYTHON, TORCHRUN, free_port, good, run
 from live import Live
 from test_check import by_hand, names
@@ -204,12 +203,3 @@ def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as server:
         result = run(*CHECK, env=by_hand(0, 2, server.getsockname()[1]))
     assert result.code == 1 and names(json.loads(result.out)) == ["port-in-use"]
-
-
-@pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")
-def test_tasks_of_srun(tmp_path):
-    with slurm.cluster() as environment:
-        settings = {name: environment[name] for name in ("SLURM_CONF", "PATH")}
-        result = good(run("srun", "-N2", "-n2", "--kill-on-bad-exit=1", *CHECK, "--folder", tmp_path, env=settings))
-    said = json.loads(result.out)
-    assert [facts["rank"] for facts in said["ranks"]] == [0, 1] and said["stage"] == "report"

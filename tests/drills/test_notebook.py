@@ -1,12 +1,10 @@
 """All cells of docs/kaggle.ipynb run on a CPU, and a killed report can be continued."""
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
-from conftest import PYTHON, ROOT, good, run
-from live import Live
+from conftest import PYTHON, ROOT
 
 pytestmark = pytest.mark.nightly  # several minutes, and the first test installs packages
 REPORT = ["-m", "tools.gpu_report", "--device", "cpu"]
@@ -32,19 +30,3 @@ def test_the_notebook_gets_the_repository_trains_and_reports(tmp_path, monkeypat
     shown = notebook.cells[-1].outputs[0]["data"]["text/markdown"]
     assert "# none, torch" in shown and "\n| bare step | " in shown
     assert json.loads((ROOT / "docs/kaggle.ipynb").read_text())["cells"][1]["outputs"] == []
-
-
-def test_a_report_that_is_killed_continues(tmp_path):
-    """Finished entries are not repeated, and entries that were not reached are listed as not run."""
-    notes = tmp_path / "notes.jsonl"
-    command = [PYTHON, *REPORT, "--folder", tmp_path, "--only", "cnn.*(bare step|train.py$)"]
-    with Live(*command) as live:
-        live.wait_for(": train.py$", seconds=900)  # it starts
-        os.kill(live.process.pid, signal.SIGKILL)
-        live.process.wait()
-    before = [json.loads(line) for line in notes.read_text().splitlines() if "speeds" in line]
-    assert len(before) == 1 and "\n| train.py | not run | - | - |" in (tmp_path / "report.md").read_text()
-    said = good(run(*command, seconds=900)).out
-    after = [json.loads(line) for line in notes.read_text().splitlines() if "speeds" in line]
-    assert after[:1] == before and len(after) == 3 and "3 passed, 0 failed" in said
-    assert "not run |" not in (tmp_path / "report.md").read_text()
