@@ -21,7 +21,7 @@ COMMANDS = {"train.py": [PYTHON, BASELINE], "on 2": [*TWO, DDP],
             "amp": [*TWO, CHILD.format("amp"), "--epochs", "2"],
             "FSDP": [*TWO, CHILD.format("FSDP"), "--epochs", "5"],
             "resume": [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", CHILD.format("resume")]}
-FEW = ["train.py", "on 2", "FSDP", pytest.param("on 3", marks=pytest.mark.drill)]
+FEW = ["train.py", "on 2", *(pytest.param(name, marks=pytest.mark.drill) for name in ("FSDP", "on 3"))]
 ROWS, VAL_ROWS, BATCH, PATIENCE, EPOCHS = 1000, 499, 48, 6, 100  # the defaults
 EPOCH = re.compile(r"epoch +(\d+)  loss ([\d.]+)  val_loss ([\d.]+)  lr ([\d.e-]+)")
 
@@ -45,8 +45,8 @@ def trained(once, environment):
     return get
 
 
-@pytest.mark.parametrize("name", ["on 2", "grad_accum", "FSDP",
-                                  *(pytest.param(name, marks=pytest.mark.drill) for name in ("on 1", "on 3"))])
+@pytest.mark.parametrize("name", ["on 2", *(pytest.param(name, marks=pytest.mark.drill) for name in (
+    "grad_accum", "FSDP", "on 1", "on 3"))])
 def test_any_number_of_processes_trains_the_same_model(trained, name):
     """The batches, the micro-batches and the validation set do not divide evenly."""
     assert ROWS % BATCH and VAL_ROWS % 2 and VAL_ROWS % 3 and VAL_ROWS % BATCH and BATCH // 2 % 5
@@ -56,6 +56,7 @@ def test_any_number_of_processes_trains_the_same_model(trained, name):
     assert same_lines == lines  # one process prints; losses, learning rates and the last epoch are the same
 
 
+@pytest.mark.drill
 def test_mixed_precision_trains_on_two_processes(trained):
     """It runs in float64, which autocast does not change: only the loss is float32."""
     assert trained("amp")[1] == trained("train.py")[1][:2]
@@ -149,6 +150,19 @@ def test_bf16_trains_like_float32_where_float16_would_overflow(here, tmp_path):
     assert left["val_loss"] == pytest.approx(right["val_loss"], rel=0.02)
     assert all(tensor.dtype == torch.float32 for tensor in right["model"].values())
     assert 1e-4 < distance(tmp_path / "float32.pt", tmp_path / "best.pt") < 0.1  # float32 would differ by 1e-6
+
+
+@pytest.mark.parametrize("path", SCRIPTS[1:], ids=lambda path: path.name)
+def test_each_script_trains_the_same_model_as_one_process(here, tmp_path, path):
+    """Here in float64, where autocast changes the loss alone. Drills launch each on two processes."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        one = here(BASELINE, "--epochs", "3", "--output", "one.pt")
+        other = here(path, "--epochs", "3", *["--accum-steps", "5"] * ("accum" in path.name))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert one == other and one[1].count("epoch") == 3
+    assert distance(tmp_path / "one.pt", tmp_path / "best.pt") < (1e-5 if "amp" in path.name else 1e-11)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
