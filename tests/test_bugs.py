@@ -6,12 +6,12 @@ import pytest
 from benchmarks import bugs
 
 FOUND = bugs.programs()
-DAILY = {"schedule-wrong"}  # the others run at night
-CASES = [pytest.param(program, bug, id=name, marks=[pytest.mark.nightly] * (name not in DAILY))
+CASES = [pytest.param(program, bug, id=name)
          for program in FOUND.values()
          for name, bug in [(program.name, None), *program.bugs.items()]]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("program", "bug"), CASES)
 def test_verify_gives_the_expected_answer(program, bug):
     for package in program.needs:

@@ -5,16 +5,16 @@ import shlex
 from conftest import SAME, run
 
 
-def test_two_scripts_train_the_same_model(tmp_path):
+def test_another_rate_is_named_as_the_cause(tmp_path):
     """The run ends after three steps; run() checks that no process is left."""
     commands = [f"python train.py {shlex.join(SAME)} --output-dir {tmp_path}/one",
-                f"torchrun --nproc-per-node=2 train_DDP.py {shlex.join(SAME)} --output-dir {tmp_path}/two"]
+                f"torchrun --nproc-per-node=2 train_DDP.py {shlex.join(SAME)} --lr 0.1 --output-dir {tmp_path}/two"]
     result = run("python", "-m", "verify", "--steps", "3", "--json", tmp_path / "report.json", *commands)
-    assert result.code == 0, result.out + result.err
-    lines = result.out.splitlines()
-    assert lines[:4] == [f"A: {commands[0]}", "   1 rank(s), 3 steps, float64 precision", f"B: {commands[1]}",
-                         "   2 rank(s), 3 steps, float64 precision"]
-    assert lines[4].startswith("same: 3 steps, greatest relative difference ") and len(lines) == 5
+    assert result.code == 1, result.out + result.err
+    assert result.out.splitlines()[:4] == [
+        f"A: {commands[0]}", "   1 rank(s), 3 steps, float64 precision", f"B: {commands[1]}",
+        "   2 rank(s), 3 steps, float64 precision"]
+    assert "\ncause: learning-rate: " in result.out
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["verdict"], report["cause"], report["steps"], report["ranks"]) == ("same", None, [3, 3], [1, 2])
-    assert report["difference"] < 1e-12 and report["precision"] == "float64"
+    assert (report["verdict"], report["cause"], report["step"], report["ranks"]) == (
+        "different", "learning-rate", 1, [1, 2])

@@ -19,7 +19,7 @@ from verify.watching import new_order, watch
 
 # What the ranks of each mistake recorded: tests/programs/mistakes.py
 CAUSES = {
-    "another seed": "start", "weights of each rank": "start", "model instead of DDP": "not-averaged",
+    "weights of each rank": "start", "model instead of DDP": "not-averaged",
     "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch", "summed loss": "scale",
     "rate times 2": "learning-rate", "batch per process": "batch-size", "fewer epochs": "batch-size",
     "no sampler": "samples", "batchnorm left in eval": "evaluation", "batchnorm": "batchnorm",

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import verify
 
 MISTAKES = [
-    "right", "another seed", "weights of each rank", "model instead of DDP", "scheduler on rank 0", "no set_epoch",
+    "right", "weights of each rank", "model instead of DDP", "scheduler on rank 0", "no set_epoch",
     "summed loss", "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm",
     "batchnorm left in eval", "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout",
     "weight decay", "decay of ranks", "16 bits in the step", "rows by hand", "equal rows by hand",
@@ -72,7 +72,7 @@ class SumAgain(Sum):
 
 
 def train(mistake, rank, world):
-    torch.manual_seed({"another seed": 1, "weights of each rank": rank}.get(mistake, 0))
+    torch.manual_seed(rank if mistake == "weights of each rank" else 0)
     layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
     nn.init.zeros_(layers[0].bias)
     model = nn.Sequential(*layers)
