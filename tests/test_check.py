@@ -21,6 +21,7 @@ def names(report):
     return [each["name"] for each in report["findings"]]
 
 
+@pytest.mark.drill
 def test_one_process_needs_no_launcher(tmp_path):
     report = json.loads(good(run(PYTHON, "check.py", "--cpu", "--json", "--folder", tmp_path)).out)
     rank, = report["ranks"]
@@ -41,13 +42,7 @@ def test_two_processes_fill_the_table(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_command_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["check.py", "--params", "many"])
-    with pytest.raises(SystemExit, match="^2$"):
-        check.main()
-    assert "--params" in capsys.readouterr().err.splitlines()[-1]
-
-
+@pytest.mark.drill
 def test_a_rank_that_never_comes_is_named():
     result = run(PYTHON, "check.py", "--cpu", "--json", "--limit", "1", env=by_hand(0, 3, free_port()))
     report = json.loads(result.out)

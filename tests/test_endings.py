@@ -1,6 +1,5 @@
 """A failure ends the launch and shows its cause, even if destroying the group would wait for the other processes."""
 import os
-import re
 import signal
 import subprocess
 import time
@@ -17,16 +16,11 @@ def around(folder, script, *arguments):
             "--output-dir", folder / "out"]
 
 
-@pytest.mark.parametrize("moment", ["early", pytest.param("late", marks=pytest.mark.drill),
-                                    pytest.param("spawning", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("moment", ["early", pytest.param("late", marks=pytest.mark.drill)])
 def test_an_interrupted_constructor_adds_nothing_to_the_line(moment):
-    """A DataLoader's iterator has no workers yet, so its `__del__` fails; or they start, and torch misses them.
-
-    A worker that starts by spawn waits for its data: if nothing comes, it ends with a traceback.
-    """
+    """A DataLoader's iterator has no workers yet, so its `__del__` fails; or they start, and torch misses them."""
     ended = run(PYTHON, PROGRAMS / "half_built.py", moment, env=FROM_ROOT)
-    said = re.sub(r".*resource_tracker: .*leaked semaphore.*\n.*\n", "", ended.err)  # Python's, of a spawned worker
-    assert (ended.code, said) == (143, "half_built.py: error: terminated by SIGTERM\n")
+    assert (ended.code, ended.err) == (143, "half_built.py: error: terminated by SIGTERM\n")
 
 
 @pytest.mark.drill
@@ -59,7 +53,7 @@ def test_ctrl_c_does_not_wait_for_the_others(tmp_path):
 def test_ctrl_c_ends_what_the_script_has_started(tmp_path):
     """Here, mp.spawn's processes; drills/test_faults.py tests other signals, moments and launchers."""
     with Live(PYTHON, "train_mp.py", "--epochs", "1000", "--workers", "0", "--output-dir", tmp_path) as live:
-        live.wait_for("^epoch +2/")
+        live.wait_for("^epoch +1/")
         live.interrupt()
         assert live.end(120) == 130
     assert [line for line in live.err if line.strip()] == ["train_mp.py: error: interrupted"]

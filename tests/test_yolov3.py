@@ -68,6 +68,7 @@ def test_a_merge_with_another_idea_is_a_script(trained, scenes, child, tmp_path)
     assert same(load(trained("train_yolov3_DDP.py")[0] / "last.pt"), load(tmp_path / "out/last.pt"))
 
 
+@pytest.mark.drill
 def test_evaluation_does_not_depend_on_processes_or_batches(trained, scenes, tmp_path):
     """It also shows that one script loads another's checkpoint: this one was saved by two processes."""
     folder, _ = trained("train_yolov3_DDP.py")
