@@ -4,14 +4,85 @@
     python -m benchmarks.scaling --render                          # writes the tables again, from the same inputs
     python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of your own model
 
-The command writes benchmarks/results/scaling.json and the marked parts of docs/scaling.md.
+The command writes the inputs into benchmarks/results/scaling.json, and the marked parts of docs/scaling.md.
 """
 import json
 
-from benchmarks.scaling import meshes, page
-from benchmarks.scaling.model import LINKS, PROCESSES, compute, efficiency
-from benchmarks.tables import RESULTS, fill, save, table
+from benchmarks.scaling import meshes
+from benchmarks.scaling import model as ddp
+from benchmarks.tables import RESULTS, ROOT, fill, save, table
 from common import cli, endings
+
+INPUTS, PAGE, TEXT = RESULTS / "scaling.json", ROOT / "docs/scaling.md", ROOT / "benchmarks/scaling/text.md"
+MARKS = "<!-- scaling -->\n", "<!-- /scaling -->\n"
+SIZES = {"3 billion parameters": 3e9, "7 billion parameters": 7e9, "70 billion parameters": 70e9}
+MEMORY = 80e9  # bytes of an H100
+# bytes per parameter: weights 4, gradients (views into DDP's buckets) 4, momentum 4 or Adam's two averages 8
+MEMORIES = {"DDP, SGD": 12, "DDP, Adam": 16, "FSDP2, Adam, 8": 16 / 8, "64": 16 / 64, "1,024": 16 / 1024}
+KINDS = ["FSDP2", "FSDP2, TP", "FSDP2, PP", "FSDP2, TP, PP"]
+
+
+def time_of(seconds: float) -> str:
+    """Return a time that is easy to read: 0.34 ms, 15.9 ms, 1.25 s."""
+    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
+    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
+def size_of(size: float) -> str:
+    """Return a number of bytes that is easy to read: 480 kB, 4.05 GB."""
+    units = (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")
+    factor, unit = next(pair for pair in units if size >= pair[0])
+    return f"{size / factor:.3g} {unit}"
+
+
+def plan_of(found: dict[str, dict], kind: str | None = None) -> str:
+    """Return what `meshes.choose` found for one kind of mesh, or for the best of all: 32x2x1 r, 45 GB, 93%."""
+    best = max(found, key=lambda name: meshes.rank(found[name]))
+    each = found[kind or best]
+    mesh = "x".join(map(str, each["plan"][:3])) + " r" * each["plan"].recompute
+    if not each["fits"]:
+        return f"{mesh}, {size_of(each['bytes'])} (!)"
+    mark = "**" if kind == best else ""
+    return f"{mark}{mesh}, {each['bytes'] / 1e9:.0f} GB, {each['efficiency']:.0%}{mark}"
+
+
+def efficiencies(model: dict, link: dict) -> list[str]:
+    """Return the efficiency of plain DDP on each number of processes."""
+    return [f"{ddp.efficiency(model, count, link):.0%}" for count in ddp.PROCESSES]
+
+
+def render(inputs: dict) -> list[str]:
+    """Return the generated parts of the page, in page order, from the contents of scaling.json."""
+    models, fast, slow = inputs["models"], ddp.LINKS["400 Gb/s a GPU"], ddp.LINKS["100 Gb/s a host"]
+    remedies, plain, plans = [], [], []
+    for name, model in models.items():
+        for where, link in ddp.LINKS.items():
+            if "GPU" in where and not model["on_gpus"]:
+                continue
+            row, step, sharded = f"{name}, {where}", model["step_seconds"], "-"
+            if "units" in model:
+                sharded = f"{step / ddp.sharded_step_time(model, ddp.WORLD, link):.0%}"
+            found = [ddp.efficiency(model, ddp.WORLD, link, **options) for options in ddp.REMEDIES.values()]
+            limits = [ddp.shortest_step(model, count, link) for count in (8, 64, ddp.WORLD)]
+            remedies.append([row, *(f"{each:.0%}" for each in found), sharded, *map(time_of, [step, *limits])])
+            plain.append([row, *efficiencies(model, link)])
+    for name, model in meshes.MODELS.items():
+        for gpus in meshes.GPUS:
+            best, other = (meshes.choose(model, gpus, link) for link in (fast, slow))
+            plans.append([f"{name}, {gpus:,}", *(plan_of(best, kind) for kind in KINDS), plan_of(other)])
+    sizes = {name: model["parameters"] for name, model in models.items()}
+    memory = [[name, *(size_of(each * size) + " (!)" * (each * size > MEMORY) for each in MEMORIES.values())]
+              for name, size in (sizes | SIZES).items()]
+    text = TEXT.read_text().format(
+        **inputs, batch=meshes.BATCH, sums=meshes.SUMS, limit=size_of(meshes.LIMIT), titan=meshes.torchtitan(),
+        size={name: size_of(4 * size) for name, size in sizes.items()},
+        cnn={name: time_of(value) for name, value in inputs["cnn_step"].items()},
+        gflop=inputs["resnet50_flops_per_image"] / 1e9,
+        rings=ddp.efficiency(models["1B transformer"], ddp.WORLD, fast, trees=False))
+    head = ["at 1,024 processes", *ddp.REMEDIES, "FSDP2", "step assumed", "90% on 8: step", "64", "1,024"]
+    return [f"{part.strip()}\n" for part in (
+        table(head, remedies), table(["plain DDP on", *(f"{count:,}" for count in ddp.PROCESSES)], plain),
+        table(["", *MEMORIES], memory), table(["400 Gb/s a GPU", *KINDS, "best at 100 Gb/s a host"], plans), text)]
 
 
 def main() -> None:
@@ -24,15 +95,13 @@ def main() -> None:
         parser.error("--parameters and --step go together")
     if args.parameters:
         model = {"parameters": args.parameters, "step_seconds": args.step, "on_gpus": True}
-        print(table(["GPUs", *PROCESSES], [[where, *(f"{efficiency(model, count, link):.0%}" for count in PROCESSES)]
-                                           for where, link in LINKS.items()]))
+        rows = [[where, *efficiencies(model, link)] for where, link in ddp.LINKS.items()]
+        print(table(["GPUs", *ddp.PROCESSES], rows))
         return
-    from benchmarks.scaling.inputs import measure  # here, because its imports are slow
-    path = RESULTS / "scaling.json"
-    inputs = json.loads(path.read_text())["inputs"] if args.render else measure()
-    result = {"inputs": inputs, "tables": compute(inputs["models"]) | meshes.compute()}
-    save(path, result)
-    fill(page.PAGE, page.render(result), page.MARKS)
+    if not args.render:
+        from benchmarks.scaling.inputs import measure  # here, because its imports are slow
+        save(INPUTS, measure())
+    fill(PAGE, render(json.loads(INPUTS.read_text())), MARKS)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def choose(model: dict, gpus: int, link: dict) -> dict[str, dict]:
     best: dict[str, dict] = {}
     for plan in plans(model, gpus):
         kind = "FSDP2" + ", TP" * (plan.tensor > 1) + ", PP" * (plan.stages > 1)
-        found = {"plan": list(plan), "bytes": memory(model, plan), "efficiency": efficiency(model, plan, link)}
+        found = {"plan": plan, "bytes": memory(model, plan), "efficiency": efficiency(model, plan, link)}
         found["fits"] = found["bytes"] <= LIMIT
         if kind not in best or rank(found) > rank(best[kind]):
             best[kind] = found
@@ -116,11 +116,8 @@ def rank(found: dict) -> tuple[bool, float]:
     return found["fits"], found["efficiency"] if found["fits"] else -found["bytes"]
 
 
-def compute() -> dict:
-    """Return the tables: {link: {"7B, 64": {kind: the plan that `choose` found}}}, and a comparison with torchtitan."""
-    found = {where: {f"{name}, {gpus:,}": choose(model, gpus, link) for name, model in MODELS.items()
-                     for gpus in GPUS} for where, link in LINKS.items() if not where.startswith("10 ")}
+def torchtitan() -> dict[str, float]:
+    """Return 128 GPUs' speed relative to that of 8, and how many GiB less each needs, for torchtitan's Llama 3.1 8B."""
     few, many = Plan(8, 1, 1, sequences=2), Plan(128, 1, 1, sequences=2)
-    speed = [efficiency(PUBLISHED, plan, LINKS["400 Gb/s per GPU"]) for plan in (few, many)]
-    less = (memory(PUBLISHED, few) - memory(PUBLISHED, many)) / 2 ** 30
-    return {"meshes": found, "torchtitan": {"speed": speed[1] / speed[0], "less": less}}
+    speed = [efficiency(PUBLISHED, plan, LINKS["400 Gb/s a GPU"]) for plan in (few, many)]
+    return {"speed": speed[1] / speed[0], "less": (memory(PUBLISHED, few) - memory(PUBLISHED, many)) / 2 ** 30}

@@ -12,7 +12,7 @@ LINKS = {  # bytes/s into and out of one host, and seconds per hop; docs/scaling
 NVLINK = {"bandwidth": 450e9, "latency": 3.4e-6}  # bytes/s in each direction between the GPUs of one host
 TCP_LATENCY = 50e-6  # gloo's latency, at any bandwidth
 BACKWARD = 2 / 3  # fraction of a step
-REMEDIES = {"plain": {}, "accumulate": {"micro_batches": 4}, "bf16": {"compress": 2},
+REMEDIES = {"plain DDP": {}, "4 micro-batches": {"micro_batches": 4}, "bf16 gradients": {"compress": 2},
             "both": {"micro_batches": 4, "compress": 2}}
 
 
@@ -92,26 +92,3 @@ def shortest_step(model: dict, processes: int, link: dict, wanted=0.9) -> float:
 def efficiency(model: dict, processes: int, link: dict, micro_batches=1, **options) -> float:
     """Return t(1) / t(p) in weak scaling: every process has the same work at any number of processes."""
     return micro_batches * model["step_seconds"] / step_time(model, processes, link, micro_batches, **options)
-
-
-def compute(models: dict) -> dict:
-    """Return all tables that follow from the `models` of `measure`."""
-    tables = {"plain": {}, "remedies": {}, "ninety": {}, "rings_alone": {}, "memory": {}}
-    for name, model in models.items():
-        for row, link in ((f"{name}, {where}", link) for where, link in LINKS.items()
-                          if model["on_gpus"] or "GPU" not in where):
-            tables["plain"][row] = [efficiency(model, count, link) for count in PROCESSES]
-            tables["ninety"][row] = [shortest_step(model, count, link) for count in (8, 64, 1024)]
-            found = tables["remedies"][row] = {key: efficiency(model, WORLD, link, **options)
-                                               for key, options in REMEDIES.items()}
-            if "units" in model:
-                found["sharded"] = model["step_seconds"] / sharded_step_time(model, WORLD, link)
-            if model["on_gpus"]:
-                tables["rings_alone"][row] = efficiency(model, WORLD, link, trees=False)
-    sizes = {name: model["parameters"] for name, model in models.items()}
-    for name, size in (sizes | {"3 billion parameters": 3e9, "7 billion parameters": 7e9,
-                           "70 billion parameters": 70e9}).items():
-        # bytes: weights 4, gradients (views into DDP's buckets) 4, momentum 4 or Adam's two averages 8
-        tables["memory"][name] = {"ddp_sgd": 12 * size, "ddp_adam": 16 * size,
-                                  **{f"fsdp_adam_{count}": 16 * size / count for count in (8, 64, 1024)}}
-    return tables
