@@ -206,14 +206,10 @@ def _prose(path: Path, docs: Path, traps: set[str]) -> str:
         if target.startswith("http"):
             return target
         file = file or path.name
-        if file in texts.PAGES and anchor:
-            return "#" + anchor.split("-")[0].upper()
-        if file == "how-it-works.md" and anchor:
-            return f"#how-{anchor}"
         if file == "how-it-works.md":
-            return "#how-it-works"
+            return f"#how-{anchor or 'it-works'}"
         if file in texts.PAGES:
-            return "#pitfalls"
+            return "#" + (anchor.split("-")[0].upper() or "pitfalls")
         if not (docs / file).exists():
             raise texts.TextError(f"{path.name}: broken link: {target}")
         return target

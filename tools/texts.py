@@ -35,8 +35,6 @@ class Trap:
 
     name: str
     title: str
-    symptom: str
-    cause: str
     wrong: str
     right: str
     beside: str
@@ -99,8 +97,7 @@ def read_traps(docs: Path, mutations: dict[str, Mutation]) -> dict[str, Trap]:
             beside = re.fullmatch(r"`(.*)`", fields.get("Script", "``"))
             if not (wrong and right and beside):
                 raise TextError(f"{path.name}: {match[1]}: Wrong, Right or Script does not have the required form")
-            prose = fields["Symptom"], fields["Cause"]
-            traps[match[1]] = Trap(match[1], match[2], *prose, wrong[1], right[1], beside[1])
+            traps[match[1]] = Trap(match[1], match[2], wrong[1], right[1], beside[1])
     return traps
 
 
@@ -117,11 +114,10 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def color(text: str, language: str = "python") -> list[str]:
-    """Return the lines of a program as HTML with syntax highlighting."""
-    lexer = pygments.lexers.get_lexer_by_name(language, stripnl=False, ensurenl=False)
+def color(text: str) -> list[str]:
+    """Return the lines of a Python program as HTML with syntax highlighting."""
     lines = [""]
-    for kind, value in lexer.get_tokens(text):
+    for kind, value in pygments.lexers.PythonLexer(stripnl=False, ensurenl=False).get_tokens(text):
         css = next((name for token, name in CLASSES if kind in token), "")
         for number, part in enumerate(value.split("\n")):
             if number:
@@ -134,7 +130,7 @@ def color(text: str, language: str = "python") -> list[str]:
 
 def inline(text: str) -> str:
     """Return one line of Markdown as HTML, without a paragraph around it."""
-    return _markdown().renderInline(text)
+    return MarkdownIt("commonmark").renderInline(text)
 
 
 def render(text: str, identify: Callable[[str], str], link: Callable[[str], str],
@@ -146,55 +142,35 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
     3 becomes an article with its id. A `console` block becomes commands. The result omits HTML comments and the
     field Script.
     """
-    markdown = _markdown()
-    tokens = [token for token in markdown.parse(text) if token.type != "html_block"]
-    parts, article, about = [], False, ""
-    for number, token in enumerate(tokens):
-        content = tokens[number + 1].content if number + 1 < len(tokens) else ""
-        if token.type == "heading_open":
-            level, name = int(token.tag[1]), identify(content)
-            if article and level <= 3:
-                parts.append("</article>")
-                article = False
-            here = f' <a class="here" href="#{name}" aria-label="link to {name}">#</a>' if level == 3 else ""
-            title = _inline(markdown, tokens[number + 1], link) + here
-            parts.append(f'<article id="{name}"><h4>{title}</h4>' if level == 3 else
-                         f'<h{level + 1} id="{name}">{title}</h{level + 1}>')
-            article = article or level == 3
-        elif token.type == "fence" and token.info == "console":
-            parts += map(command, token.content.rstrip("\n").split("\n"))
-        elif token.type == "fence":
-            lines = "\n".join(color(token.content.rstrip("\n"), token.info or "text"))
-            parts.append(f'<pre{about} tabindex="0"><code>{lines}</code></pre>')
-        elif token.type == "inline" and tokens[number - 1].type != "heading_open":
-            image = (token.children or [token])[0]
-            field = re.match(r"\*\*(\w+):\*\*", token.content)
-            about = f' class="{field[1].lower()}"' if field else ""
-            if image.type == "image" and len(token.children or []) == 1:
-                parts.append(picture(str(image.attrs["src"]), image.content))
-            elif not token.content.startswith("**Script:**"):  # only the comparison uses it
-                inner = _inline(markdown, token, link)
-                before = tokens[number - 1]
-                parts.append(f"<p>{inner}</p>" if before.type == "paragraph_open" and not before.hidden else inner)
-        elif not token.type.startswith(("heading", "paragraph", "inline")):
-            parts.append(markdown.renderer.render([token], markdown.options, {}).strip())
-    return "\n".join(parts + ["</article>"] * article)
+    def fence(renderer: object, tokens: list[Token], at: int, *_: object) -> str:
+        content = tokens[at].content.rstrip("\n")
+        if tokens[at].info == "console":
+            return "".join(map(command, content.split("\n")))
+        lines = "\n".join(color(content))
+        return f'<pre tabindex="0"><code>{lines}</code></pre>\n'
 
+    def image(renderer: object, tokens: list[Token], at: int, *_: object) -> str:
+        return picture(str(tokens[at].attrs["src"]), tokens[at].content)
 
-def _markdown() -> MarkdownIt:
-    return MarkdownIt("commonmark").enable("table")
+    def link_open(renderer: object, tokens: list[Token], at: int, *_: object) -> str:
+        return f'<a href="{html.escape(link(str(tokens[at].attrs["href"])))}">'
 
-
-def _inline(markdown: MarkdownIt, token: Token, link: Callable[[str], str]) -> str:
-    for child in token.children or []:
-        if child.type == "link_open":
-            target = link(str(child.attrs["href"]))
-            child.attrs["href"] = target
-            if target.startswith("http"):
-                child.attrs["rel"] = "noreferrer"
-        elif child.type == "softbreak":
-            child.type, child.content = "text", " "
-    return markdown.renderer.render([token], markdown.options, {})
+    markdown = MarkdownIt("commonmark").enable("table")
+    for rule in (fence, image, link_open):
+        markdown.add_render_rule(rule.__name__, rule)
+    text = re.sub(r"^(<!--.*-->|\*\*Script:\*\* .*)\n", "", text, flags=re.M)  # only the comparison uses these
+    first, *sections = re.split(r"^(?=###? )", text, flags=re.M)
+    parts = [markdown.render(first)]
+    for section in sections:
+        heading, body = section.split("\n", 1)
+        title, content = heading.lstrip("# "), markdown.render(body)
+        name, shown = identify(title), inline(title)
+        here = f' <a class="here" href="#{name}" aria-label="link to {name}">#</a>'
+        parts.append(f'<article id="{name}"><h4>{shown}{here}</h4>{content}</article>' if heading.startswith("### ")
+                     else f'<h3 id="{name}">{shown}</h3>{content}')
+    whole = re.sub(r"<p>(<figure.*?</figure>)</p>", r"\1", "".join(parts), flags=re.S)
+    return re.sub(r"(<p><strong>(Wrong|Right):</strong></p>\n<pre)",
+                  lambda match: f'{match[1]} class="{match[2].lower()}"', whole)
 
 
 def command(line: str) -> str:
