@@ -1,19 +1,14 @@
 """Predict the efficiency of DDP and of meshes on up to 1,024 processes.
 
-    python -m benchmarks.scaling                                   # measures the inputs and writes the page
-    python -m benchmarks.scaling --render                          # writes the tables again, from the same inputs
+    python -m benchmarks.scaling                                   # writes the marked parts of docs/scaling.md
     python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of your own model
-
-The command writes the inputs into benchmarks/results/scaling.json, and the marked parts of docs/scaling.md.
 """
-import json
-
 from benchmarks.scaling import meshes
 from benchmarks.scaling import model as ddp
-from benchmarks.tables import RESULTS, ROOT, fill, save, table
+from benchmarks.tables import ROOT, fill, table
 from common import cli, endings
 
-INPUTS, PAGE, TEXT = RESULTS / "scaling.json", ROOT / "docs/scaling.md", ROOT / "benchmarks/scaling/text.md"
+PAGE, TEXT = ROOT / "docs/scaling.md", ROOT / "benchmarks/scaling/text.md"
 MARKS = "<!-- scaling -->\n", "<!-- /scaling -->\n"
 SIZES = {"3 billion parameters": 3e9, "7 billion parameters": 7e9, "70 billion parameters": 70e9}
 MEMORY = 80e9  # bytes of an H100
@@ -51,11 +46,11 @@ def efficiencies(model: dict, link: dict) -> list[str]:
     return [f"{ddp.efficiency(model, count, link):.0%}" for count in ddp.PROCESSES]
 
 
-def render(inputs: dict) -> list[str]:
-    """Return the generated parts of the page, in page order, from the contents of scaling.json."""
-    models, fast, slow = inputs["models"], ddp.LINKS["400 Gb/s a GPU"], ddp.LINKS["100 Gb/s a host"]
+def render() -> list[str]:
+    """Return the generated parts of the page, in page order."""
+    fast, slow = ddp.LINKS["400 Gb/s a GPU"], ddp.LINKS["100 Gb/s a host"]
     remedies, plain, plans = [], [], []
-    for name, model in models.items():
+    for name, model in ddp.MODELS.items():
         for where, link in ddp.LINKS.items():
             if "GPU" in where and not model["on_gpus"]:
                 continue
@@ -70,15 +65,14 @@ def render(inputs: dict) -> list[str]:
         for gpus in meshes.GPUS:
             best, other = (meshes.choose(model, gpus, link) for link in (fast, slow))
             plans.append([f"{name}, {gpus:,}", *(plan_of(best, kind) for kind in KINDS), plan_of(other)])
-    sizes = {name: model["parameters"] for name, model in models.items()}
+    sizes = {name: model["parameters"] for name, model in ddp.MODELS.items()}
     memory = [[name, *(size_of(each * size) + " (!)" * (each * size > MEMORY) for each in MEMORIES.values())]
               for name, size in (sizes | SIZES).items()]
     text = TEXT.read_text().format(
-        **inputs, batch=meshes.BATCH, sums=meshes.SUMS, limit=size_of(meshes.LIMIT), titan=meshes.torchtitan(),
-        size={name: size_of(4 * size) for name, size in sizes.items()},
-        cnn={name: time_of(value) for name, value in inputs["cnn_step"].items()},
-        gflop=inputs["resnet50_flops_per_image"] / 1e9,
-        rings=ddp.efficiency(models["1B transformer"], ddp.WORLD, fast, trees=False))
+        **ddp.STEP, models=ddp.MODELS, batch=meshes.BATCH, sums=meshes.SUMS, limit=size_of(meshes.LIMIT),
+        titan=meshes.torchtitan(), size={name: size_of(4 * size) for name, size in sizes.items()},
+        ms=ddp.STEP["steps"]["as the scripts"]["milliseconds"], gflop=ddp.RESNET_FLOP / 1e9,
+        rings=ddp.efficiency(ddp.MODELS["1B transformer"], ddp.WORLD, fast, trees=False))
     head = ["at 1,024 processes", *ddp.REMEDIES, "FSDP2", "step assumed", "90% on 8: step", "64", "1,024"]
     return [f"{part.strip()}\n" for part in (
         table(head, remedies), table(["plain DDP on", *(f"{count:,}" for count in ddp.PROCESSES)], plain),
@@ -87,7 +81,6 @@ def render(inputs: dict) -> list[str]:
 
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("--render", action="store_true", help="use the inputs in scaling.json; measure nothing")
     parser.add_argument("--parameters", type=cli.positive, help="of your model; with --step, print its efficiency")
     parser.add_argument("--step", type=cli.positive, help="seconds of your model's step on one GPU")
     args = parser.parse_args()
@@ -97,11 +90,8 @@ def main() -> None:
         model = {"parameters": args.parameters, "step_seconds": args.step, "on_gpus": True}
         rows = [[where, *efficiencies(model, link)] for where, link in ddp.LINKS.items()]
         print(table(["GPUs", *ddp.PROCESSES], rows))
-        return
-    if not args.render:
-        from benchmarks.scaling.inputs import measure  # here, because its imports are slow
-        save(INPUTS, measure())
-    fill(PAGE, render(json.loads(INPUTS.read_text())), MARKS)
+    else:
+        fill(PAGE, render(), MARKS)
 
 
 if __name__ == "__main__":
