@@ -5,7 +5,7 @@
     python -m benchmarks.floor --model resnet18 --dataset fake --batch-size 512 --device cuda --processes 1
     python -m benchmarks.floor --model yolov3-tiny --batch-size 16 --epochs 1    # the detector: only the bare step
 
-All contenders start first; the loops are in benchmarks/loops. In each round, each contender trains a few epochs while
+All contenders start first; benchmarks/loops.py has the loops. In each round, each contender trains a few epochs while
 the others are paused, and the round gives one ratio for each pair. Every round is saved at once.
 """
 import importlib.util
@@ -21,8 +21,8 @@ from common.detection import data
 
 DETECTOR = "yolov3-tiny"
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
-LOOPS = {"bare step": ["bare_ddp"], "no all-reduce": ["bare_ddp", "--alone"], "usual loop": ["usual_ddp"],
-         "Accelerate": ["accelerate_loop"], "Fabric": ["fabric_loop"]}
+LOOPS = {"bare step": "bare", "no all-reduce": "alone", "usual loop": "usual", "Accelerate": "accelerate",
+         "Fabric": "fabric"}
 LIBRARIES = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 
 
@@ -33,8 +33,7 @@ def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
         if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
             print(f"without {name}: it is not installed (requirements-bench.txt)")
             continue
-        loop, *extra = LOOPS[name]
-        yield name, measure.launch(args.processes, f"benchmarks.loops.{loop}", *task, *extra)
+        yield name, measure.launch(args.processes, "benchmarks.loops", LOOPS[name], *task)
     for name in args.scripts:  # --timeout: collectives must survive the pauses
         yield name, measure.launch_script(args.processes, name, *task, "--timeout", "86400", "--output-dir",
                                           f"runs/floor/{name}")
