@@ -5,15 +5,12 @@
     python -m tools.gpu_report --device cpu --only "data_parallel|bare step|train_DDP.py$"          # a short try
 
 The command saves each result at once in --folder. If you start the same command again, after an interruption or when
-the time was over, it skips what is done. `--only` is a regular expression for the names of tests and measurements. This
-module is also the pytest plugin that notes the results of the tests.
+the time was over, it skips what is done. `--only` is a regular expression for the names of tests and measurements.
 """
-from __future__ import annotations
-
 import argparse
 import json
+import multiprocessing
 import os
-import platform
 import re
 import shutil
 import signal
@@ -21,19 +18,26 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-NOTES, UNTIL, ONLY = "GPU_REPORT_NOTES", "GPU_REPORT_UNTIL", "GPU_REPORT_ONLY"  # variables that the plugin reads
+from benchmarks.tables import ROOT, around, spread, table
+from common.launch import end_with_parent
+
 OUTPUT = ["--output-dir", "runs/gpu-report/run"]
-ASK = "import json; from tools.gpu_report import machine; print(json.dumps(machine({!r})))"
-SHARE = 0.55  # the fraction of the time after which no test starts
+# asked in another process, because CUDA's own memory would be missing in the measurements
+ASK = """import torch
+for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+    print(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")"""
+SHARE = 0.55  # the fraction of the time that the tests may take
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-WORDS = {"passed": "passed", "failed": "**failed**", "skipped": "not run", "error": "**failed**"}
+WORDS = {"passed": "passed", "failed": "**failed**", "skipped": "not run"}
 
 
 def note(path: Path, **entry: Any) -> None:
@@ -56,38 +60,34 @@ def read(path: Path) -> dict[str, dict]:
     return notes
 
 
-# The pytest plugin
+class Tests:
+    """A pytest plugin that selects the tests that match `only` and are not done, and notes their results."""
 
-@pytest.hookimpl(trylast=True)  # after pytest's own -m
-def pytest_collection_modifyitems(items: list) -> None:
-    """Note the names of all tests that match --only, and select those that are not done."""
-    if NOTES not in os.environ:
-        return
-    path = Path(os.environ[NOTES])
-    done = read(path)
-    items[:] = [item for item in items if re.search(os.environ[ONLY], item.name)]
-    note(path, name="tests", names=[item.name for item in items])
-    items[:] = [item for item in items if item.name not in done]
+    def __init__(self, notes: Path, only: str):
+        self.notes, self.only = notes, only
 
+    @pytest.hookimpl(trylast=True)  # after pytest's own -m
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        done = read(self.notes)
+        items[:] = [item for item in items if re.search(self.only, item.name)]
+        note(self.notes, name="tests", names=[item.name for item in items])
+        items[:] = [item for item in items if item.name not in done]
 
-def pytest_runtest_logreport(report: Any) -> None:
-    """Note the result of a test."""
-    if NOTES not in os.environ or report.when != "call" and report.passed or report.when == "teardown" and (
-            not report.failed):
-        return
-    why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
-    said = "; ".join(value for name, value in report.user_properties if name == "said") or why
-    note(Path(os.environ[NOTES]), name=report.nodeid.split("::", 1)[1], kind="test", result=report.outcome,
-         seconds=report.duration, said=said, text=report.longreprtext if report.failed else "")
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when != "call" and report.passed or report.when == "teardown" and not report.failed:
+            return
+        why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
+        said = "; ".join(value for name, value in report.user_properties if name == "said") or why
+        note(self.notes, name=report.nodeid.split("::", 1)[1], result=report.outcome, seconds=report.duration,
+             said=said, text=report.longreprtext if report.failed else "")
 
 
-def pytest_runtest_logfinish() -> None:
-    """Start no more tests once the time for tests is used up."""
-    if NOTES in os.environ and time.time() > float(os.environ[UNTIL]):
-        pytest.exit("the time for the tests is over")
+def run_tests(device: str | None, *options: Any) -> None:
+    """Run the tests that are not done, in this process."""
+    end_with_parent("SIGINT")
+    kind = "nightly" if device == "cpu" else "gpu"
+    pytest.main(["-m", kind, "-q", str(ROOT / "tests/test_gpu.py")], plugins=[Tests(*options)])
 
-
-# What is measured
 
 class Measurement(NamedTuple):
     table: str  # the table of the report
@@ -107,7 +107,7 @@ def measurements(count: int, device: str | None) -> Iterator[Measurement]:
     def speeds(model: str, epochs: int, scripts: list[list[str]]) -> Iterator[Measurement]:
         title = f"{model}, digits, batch 128, {count} process{'es' * (count > 1)}"
         task = ["--model", model, "--batch-size", "128", "--epochs", str(epochs), *where]
-        several, bare = [*TORCHRUN, f"--nproc-per-node={count}"], ["-m", "benchmarks.loops.bare_ddp", *task]
+        several, bare = [*TORCHRUN, f"--nproc-per-node={count}"], ["-m", "benchmarks.loops", "bare", *task]
         yield Measurement(title, "bare step", [*several, *bare])
         if count > 1:
             yield Measurement(title, "one process of it", [*TORCHRUN, "--nproc-per-node=1", *bare])
@@ -142,9 +142,10 @@ def measure(which: Measurement, folder: Path, limit: float) -> dict:
     begin = time.monotonic()
     settings = os.environ | which.settings | {"RESULTS_FOLDER": str(folder)}
     shutil.rmtree(ROOT / OUTPUT[1], ignore_errors=True)  # train_DCP.py refuses an older run's folder
+    follow = partial(end_with_parent, "SIGTERM") if sys.platform == "linux" else None
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         with subprocess.Popen(which.command, cwd=ROOT, stdout=out, stderr=err, env=settings, start_new_session=True,
-                              **follow("SIGTERM")) as process:
+                              preexec_fn=follow) as process:
             try:
                 code: object = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -160,68 +161,12 @@ def measure(which: Measurement, folder: Path, limit: float) -> dict:
     return result | ({"speeds": speeds[1:], "peak": max(peaks, default=None)} if speeds else {"said": said.strip()})
 
 
-def follow(name: str) -> dict[str, Any]:
-    """Return Popen options that send a process this signal when the report is killed; none except on Linux."""
-    from common.launch import end_with_parent
-
-    return {"preexec_fn": lambda: end_with_parent(name)} if sys.platform == "linux" else {}
-
-
-def run_tests(notes: Path, device: str | None, only: str, until: float) -> None:
-    """Run the tests that are not done; pytest notes their results through this module."""
-    variables = {NOTES: str(notes), UNTIL: str(until), ONLY: only}
-    command = [sys.executable, "-m", "pytest", "-p", "tools.gpu_report", "-m", "nightly" if device == "cpu" else "gpu",
-               "-q", "tests/test_gpu.py"]
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, **follow("SIGINT")) as process:
-        process.wait()
-
-
-# The report
-
-def machine(device: str | None) -> dict[str, Any]:
-    """Return hardware, versions and the commit. This opens the GPUs, which the report's own process must not do."""
-    import torch
-
-    gpus = [] if device == "cpu" else list(range(torch.cuda.device_count()))
-    named = [f"{torch.cuda.get_device_name(gpu)}, {torch.cuda.get_device_properties(gpu).total_memory / 2**30:.0f} GiB"
-             for gpu in gpus]
-    cpu = re.findall(r"model name\s*: (.*)", ask("cat", "/proc/cpuinfo")) or [platform.machine()]
-    driver = ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "-"
-    versions = {name: version(name) for name in ("torchvision", "numpy", "nvidia-dali-cuda130", "triton")}
-    return {"GPUs": "; ".join(f"{named.count(name)} x {name}" for name in dict.fromkeys(named)) or "none",
-            "CPU": f"{cpu[0]}, {os.cpu_count()} cores", "system": platform.platform(),
-            "Python": platform.python_version(), "torch": torch.__version__,
-            "CUDA, ROCm": f"{torch.version.cuda or '-'}, {torch.version.hip or '-'}", "driver": (driver or ["-"])[0],
-            "cuDNN": str(torch.backends.cudnn.version()) if gpus else "-", "NCCL": nccl,
-            "packages": ", ".join(f"{name} {found}" for name, found in versions.items() if found),
-            "commit": ask("git", "describe", "--always", "--dirty").strip() or "unknown",
-            "links": ask("nvidia-smi", "topo", "-m") if len(gpus) > 1 else "",
-            "count": len(gpus) or 2 * (device == "cpu")}
-
-
 def ask(*command: str) -> str:
     """Return the output of a command, or "" if the command fails or is missing."""
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def table(head: list[str], lines: Iterable[Iterable[object]]) -> str:
-    """Return a Markdown table."""
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"
 
 
 def of_speed(lines: list[Measurement], notes: dict[str, dict]) -> str:
@@ -230,42 +175,41 @@ def of_speed(lines: list[Measurement], notes: dict[str, dict]) -> str:
     bare = [statistics.median(each) for what, each in speeds.items() if what.startswith("bare step")]
     rows = []
     for line in lines:
-        found, mine = notes.get(line.name, {"result": "skipped"}), speeds.get(line.what, [])
-        rows.append([line.what, f"{statistics.median(mine):,.0f} ({min(mine):,} to {max(mine):,})" if mine
-                     else WORDS[found["result"]],
-                     f"{statistics.median(mine) / statistics.mean(bare):.2f}" if mine and bare else "-",
-                     f"{found['peak']:,} MiB" if found.get("peak") else "-"])
+        found = notes.get(line.name, {"result": "skipped"})
+        cells = [WORDS[found["result"]], "-"]
+        if mine := speeds.get(line.what):
+            share = f"{statistics.median(mine) / statistics.mean(bare):.2f}" if bare else "-"
+            cells = [around(spread(mine), ",.0f"), share]
+        rows.append([line.what, *cells, f"{found['peak']:,} MiB" if found.get("peak") else "-"])
     return table(["what", "images/s: median of the epochs after the first", "share of the bare step", "peak memory"],
                  rows)
 
 
 def write(path: Path, notes: dict[str, dict], wanted: list[Measurement]) -> None:
     """Write the report on everything done so far."""
-    here = notes["machine"]["values"]
+    here = notes["machine"]
     names = notes.get("tests", {"names": []})["names"]
     tests = {name: notes.get(name, {"result": "skipped", "said": "the time was over", "seconds": 0}) for name in names}
-    counts = [sum(found["result"] == word for found in tests.values()) for word in ("passed", "failed", "skipped")]
+    counts = [sum(found["result"] == word for found in tests.values()) for word in WORDS]
     minutes = sum(each.get("seconds", 0) for each in notes.values()) / 60
-    parts = [f"# {here['GPUs']}, torch {here['torch']}\n",
-             f"Written by `python -m tools.gpu_report`, {notes['machine']['date']}; {minutes:.0f} minutes.\n",
-             table(["", ""], [item for item in here.items() if item[0] not in ("count", "links")]),
-             f"```text\n{here['links'].strip()}\n```\n" if here["links"] else "", "## Tests\n",
-             f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not run. Tests that did not run prove nothing.\n"]
-    parts.append(table(["test", "result", "s", "said"], (
-        [f"`{name}`", WORDS[found["result"]], f"{found['seconds']:.0f}", found["said"]]
-        for name, found in tests.items())))
+    gpus = "; ".join(f"{count} x {name}" for name, count in Counter(here["gpus"]).items())
+    parts = [f"# {gpus or 'none'}, torch {here['torch']}",
+             f"`python -m tools.gpu_report`, commit {here['commit']}, {here['date']}; it took {minutes:.0f} minutes.",
+             "## Tests",
+             f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not run. Tests that did not run prove nothing.",
+             table(["test", "result", "s", "said"], (
+                 [f"`{name}`", WORDS[found["result"]], f"{found['seconds']:.0f}", found["said"].replace("|", "\\|")]
+                 for name, found in tests.items()))]
     for title in dict.fromkeys(line.table for line in wanted):
         lines = [line for line in wanted if line.table == title]
-        parts.append(f"## {title}\n")
-        if not lines[0].what.startswith("benchmarks."):
-            parts.append(of_speed(lines, notes))
-        else:
-            found = notes.get(lines[0].name, {"result": "skipped"})
-            parts.append(found.get("said", WORDS[found["result"]]) + "\n")
+        found = notes.get(lines[0].name, {"result": "skipped"})
+        of_benchmark = lines[0].what.startswith("benchmarks.")
+        parts += [f"## {title}", found.get("said", WORDS[found["result"]]) if of_benchmark else of_speed(lines, notes)]
     failed = {name: each["text"] for name, each in notes.items() if each.get("result") == "failed"}
-    parts += ["## Failures\n"] * bool(failed)
-    parts += [f"`{name}`\n\n```text\n{text[-3000:]}\n```\n" for name, text in failed.items()]
-    path.with_suffix(".new").write_text("\n".join(parts))
+    parts += ["## Failures"] * bool(failed)
+    parts += [f"`{name}`\n\n```text\n{text[-3000:]}\n```" for name, text in failed.items()]
+    parts += ["## Machine", f"```text\n{here['details']}\n```"]
+    path.with_suffix(".new").write_text("\n\n".join(parts) + "\n")
     path.with_suffix(".new").replace(path)
 
 
@@ -278,14 +222,22 @@ def main() -> None:
     args = parser.parse_args()
     begin, folder = time.time(), args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    notes, report, here = folder / "notes.jsonl", folder / "report.md", json.loads(subprocess.run(
-        [sys.executable, "-c", ASK.format(args.device)], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
-    if read(notes).get("machine", {}).get("values") != here:  # another machine, torch or commit: start over
+    notes, report = folder / "notes.jsonl", folder / "report.md"
+    gpus = [] if args.device == "cpu" else ask(sys.executable, "-c", ASK).splitlines()
+    here = {"gpus": gpus, "torch": version("torch"), "commit": ask("git", "describe", "--always", "--dirty")}
+    if not here.items() <= read(notes).get("machine", {}).items():  # another machine, torch or commit: start over
         notes.unlink(missing_ok=True)
-        note(notes, name="machine", values=here, date=time.strftime("%Y-%m-%d"))
-    planned = measurements(here["count"], args.device) if here["count"] else ()
+        details = [ask(sys.executable, "-m", "torch.utils.collect_env"), ask("nvidia-smi", "topo", "-m")]
+        note(notes, name="machine", **here, details="\n\n".join(details).strip(), date=time.strftime("%Y-%m-%d"))
+    count = len(gpus) or 2 * (args.device == "cpu")
+    planned = measurements(count, args.device) if count else ()
     wanted = [each for each in planned if re.search(args.only, each.name)]
-    run_tests(notes, args.device, args.only, begin + SHARE * 60 * args.minutes)
+    tests = multiprocessing.get_context("spawn").Process(target=run_tests, args=(args.device, notes, args.only))
+    tests.start()
+    tests.join(SHARE * 60 * args.minutes)
+    if tests.is_alive():
+        os.kill(tests.pid or 0, signal.SIGINT)
+        tests.join()
     write(report, read(notes), wanted)
     for each in wanted:
         left = begin + 60 * args.minutes - time.time()

@@ -6,12 +6,12 @@ import gpu_report
 import pytest
 from conftest import PYTHON, ROOT
 
-HERE = {"GPUs": "2 x T4", "torch": "2.14.1", "links": "", "count": 2}
+HERE = {"gpus": ["T4", "T4"], "torch": "2.14.1", "commit": "abc", "details": "CPU: two cores"}
 
 
 def test_the_report_lists_what_was_not_run_with_its_reason(tmp_path):
     notes = tmp_path / "notes.jsonl"
-    gpu_report.note(notes, name="machine", values=HERE, date="2026-11-25")
+    gpu_report.note(notes, name="machine", **HERE, date="2026-11-25")
     gpu_report.note(notes, name="tests", names=["test_a", "test_b", "test_c", "test_d"])
     for name, result, said, text in (("test_a", "passed", "", ""), ("test_b", "failed", "", "E   assert 1 == 2"),
                                      ("test_c", "skipped", "needs 4 GPUs", "")):
@@ -49,3 +49,11 @@ def test_a_machine_without_gpus_passes_none_of_their_tests():
     assert done.returncode == 5, done.stdout + done.stderr
     for row in ("drift_apart[gpu 8]: needs 8 GPUs; this machine has 0", "a_cpu_trains[XPU]: needs XPU"):
         assert done.stdout.count(row) == 1, done.stdout
+
+
+def test_a_test_that_is_done_is_not_started_again(tmp_path):
+    gpu_report.note(tmp_path / "notes.jsonl", name="test_a", result="passed")
+    items = [SimpleNamespace(name=name) for name in ("test_a", "test_b", "test_c")]
+    gpu_report.Tests(tmp_path / "notes.jsonl", "test_[ab]").pytest_collection_modifyitems(items)
+    assert [item.name for item in items] == ["test_b"]
+    assert gpu_report.read(tmp_path / "notes.jsonl")["tests"]["names"] == ["test_a", "test_b"]
