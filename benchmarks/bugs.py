@@ -34,37 +34,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import tables
+from benchmarks.tables import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER, PAGE, RESULT = ROOT / "tests/bugs", ROOT / "docs/verify.md", ROOT / "benchmarks/results/bugs.json"
 SWITCH = re.compile(r"^(?P<indent> *)(?P<line>.*?) *# wrong (?P<name>[\w-]+): ?(?P<code>.*)$")
 TWO = "torchrun --nproc-per-node=2 {}"
-# Examples of docs/your-own-loop.md, which names the cause, the right line and the wrong one
-EXAMPLES = {
-    "schedule": ("rank-lr", "plateau.step(val_loss)", "if rank == 0: plateau.step(val_loss)"),
-    "tokens": ("uneven-mean", "dist.all_reduce(count)", "count = count * world_size"),
-    "dice": ("uneven-mean", "loss_of(add_up(sums_of(parallel_model(images), masks)))",
-             "loss_of(sums_of(parallel_model(images), masks))"),
-    "weighted_auc": ("samples", "generator.manual_seed(1000 * SEED + epoch)",
-                     "generator.manual_seed(1000 * SEED + epoch + rank)"),
-    "stream": ("samples", "yield from batch[self.rank::self.world_size]",
-               "yield from batch[:BATCH_SIZE // self.world_size]"),
-    "two_optimizers": ("not-averaged", "fake = parallel_generator(noise)", "fake = generator(noise)")}
-ISSUES = "https://github.com/"
-MORE = [  # other bugs of these examples
+EXAMPLES = [  # of docs/your-own-loop.md: the example, the bug, its cause, the right line, the wrong one, and its issue
+    ("schedule", "schedule-wrong", "rank-lr", "plateau.step(val_loss)", "if rank == 0: plateau.step(val_loss)", ""),
     ("schedule", "stop-on-rank-0", "rank-stops", "        if stop:", "        if rank == 0 and stop:", ""),
+    ("tokens", "tokens-wrong", "uneven-mean", "dist.all_reduce(count)", "count = count * world_size", ""),
     ("tokens", "transformers-37474", "scale", "labels) * world_size / count", "labels) / count",
-     f"{ISSUES}huggingface/transformers/issues/37474: the mean of DDP is not undone"),
+     "https://github.com/huggingface/transformers/issues/37474: the mean of DDP is not undone"),
     ("tokens", "prime-rl-2358", "uneven-mean", "            dist.all_reduce(count)\n", "",
-     f"{ISSUES}PrimeIntellect-ai/prime-rl/issues/2358: each rank divides by its own count"),
+     "https://github.com/PrimeIntellect-ai/prime-rl/issues/2358: each rank divides by its own count"),
+    ("dice", "dice-wrong", "uneven-mean", "loss_of(add_up(sums_of(parallel_model(images), masks)))",
+     "loss_of(sums_of(parallel_model(images), masks))", ""),
     ("dice", "ratio-without-factor", "scale", "dist.get_world_size() * (sums", "(sums", ""),
     ("dice", "average-of-rank-0", "buffers", "            average.update",
-     "            if rank == 0:\n                average.update", "")]
+     "            if rank == 0:\n                average.update", ""),
+    ("weighted_auc", "weighted_auc-wrong", "samples", "generator.manual_seed(1000 * SEED + epoch)",
+     "generator.manual_seed(1000 * SEED + epoch + rank)", ""),
+    ("stream", "stream-wrong", "samples", "yield from batch[self.rank::self.world_size]",
+     "yield from batch[:BATCH_SIZE // self.world_size]", ""),
+    ("two_optimizers", "two_optimizers-wrong", "not-averaged", "fake = parallel_generator(noise)",
+     "fake = generator(noise)", "")]
 
 
 class Bug(NamedTuple):
@@ -94,16 +91,13 @@ def read(path):
     return Program(path.stem, path, commands, needs, bugs)
 
 
-def programs(folder=FOLDER):
-    """Return {name: Program}: the programs in `folder`, and the examples of docs/your-own-loop.md."""
-    found = [read(path) for path in sorted(folder.glob("*.py"))]
-    if folder == FOLDER:
-        for name, (cause, *line) in EXAMPLES.items():
-            bugs = [(f"{name}-wrong", cause, *line, "the wrong line on the page")]
-            bugs += [bug for program, *bug in MORE if program == name]
-            found.append(Program(name, ROOT / f"docs/examples/{name}.py", ["python {}", TWO], [], {
-                bug: Bug(bug, [cause], text, line=(right, wrong)) for bug, cause, right, wrong, text in bugs}))
-    return {program.name: program for program in found}
+def programs():
+    """Return {name: Program}: the programs in tests/bugs, and the examples of docs/your-own-loop.md."""
+    found = {path.stem: read(path) for path in sorted(FOLDER.glob("*.py"))}
+    for name, bug, cause, *line, text in EXAMPLES:
+        example = Program(name, ROOT / f"docs/examples/{name}.py", ["python {}", TWO], [], {})
+        found.setdefault(name, example).bugs[bug] = Bug(bug, [cause], text, line=tuple(line))
+    return found
 
 
 def wrong_form(text, bug):
@@ -190,11 +184,9 @@ def table(rows, found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs or bugs (default: all, and the table)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="the folder of the programs (default: tests/bugs)")
-    parser.add_argument("--jobs", type=int, default=1, help="comparisons at the same time (default: 1)")
     parser.add_argument("--show", action="store_true", help="print what the wrong forms change, and run nothing")
     args = parser.parse_args()
-    found = programs(args.folder.resolve())
+    found = programs()
     cases = [(program, bug) for program in found.values() for bug in (None, *program.bugs.values())
              if not args.names or program.name in args.names or bug and bug.name in args.names]
     if args.show:
@@ -206,25 +198,24 @@ def main():
     lacking = {package for program, _ in cases for package in program.needs if not importlib.util.find_spec(package)}
     if lacking:
         parser.error(f"not installed: {', '.join(sorted(lacking))}; see requirements-bench.txt")
-    before = {(row["program"], row["bug"]): row["cause"] for row in json.loads(RESULT.read_text())["rows"]} \
-        if RESULT.exists() else {}
+    before = {(row["program"], row["bug"]): row["cause"] for row in json.loads(RESULT.read_text())["rows"]}
     rows = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda case: judge(*case), cases):
-            rows.append(row)
-            seen, cause = right(row, found[row["program"]])
-            moved = before.get((row["program"], row["bug"]), row["cause"])
-            print(f"{'right' if cause else 'seen' if seen and row['bug'] else 'WRONG':5} {row['seconds']:4.0f} s  "
-                  f"{row['program']} {row['bug'] or ''}: {row['verdict']} {row['cause'] or ''}"
-                  + f", was {moved}" * (moved != row["cause"]), flush=True)
-            if not (seen and cause):
-                print(f"      {row['message']}", flush=True)
-    print(table(rows, found) if not args.names and args.folder == FOLDER else "")
-    if not args.names and args.folder == FOLDER:
+    for program, bug in cases:
+        row = judge(program, bug)
+        rows.append(row)
+        seen, cause = right(row, program)
+        moved = before.get((row["program"], row["bug"]), row["cause"])
+        print(f"{'right' if cause else 'seen' if seen and bug else 'WRONG':5} {row['seconds']:4.0f} s  "
+              f"{row['program']} {row['bug'] or ''}: {row['verdict']} {row['cause'] or ''}"
+              + f", was {moved}" * (moved != row["cause"]), flush=True)
+        if not (seen and cause):
+            print(f"      {row['message']}", flush=True)
+    if not args.names:
         import torch
 
         from benchmarks import measure  # not at the top: the tests import this module without psutil
 
+        print(table(rows, found))
         tables.save(RESULT, {"machine": measure.machine(torch.device("cpu"), "verify", "tests/bugs"), "rows": rows})
         tables.fill(PAGE, ["\n" + table(rows, found) + "\n\n"])
     return 0
