@@ -11,10 +11,10 @@ a GPU, it uses the GPU's decoders. On a busy machine, CPU time per pair says mor
 The tasks differ in the size of the photos and in how the contenders resize and crop them.
 """
 import importlib.metadata
-import math
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,8 +68,9 @@ def make_files(folder: Path, count: int, width: int, height: int) -> None:
     tars.write_shards(pairs.find_pairs(folder, "train", "img", "gt"), folder / "shards", "train", PER_SHARD)
 
 
-def bare_work(pair_list: list, task: Task) -> int:
+def bare_work(share: tuple[list, Task]) -> int:
     """Do a loader's work for some pairs, batch by batch; return the number of pairs."""
+    pair_list, task = share
     for first in range(0, len(pair_list), BATCH):
         chosen = pair_list[first:first + BATCH]
         batch = torch.empty(2, len(chosen), 3, task.crop, task.crop, dtype=torch.uint8)
@@ -104,32 +105,25 @@ class PILPairs:
         return self.transform(*(Image.open(path).convert("RGB") for path in self.pair_list[index]))
 
 
-def read_epoch(batches, device: torch.device, ahead: int = 0) -> dict:
-    """Read one epoch, copy it to the device, and return what was measured.
-
-    This excludes the first `ahead` batches: DALI reads that many before the epoch, while other contenders are measured.
-    """
-    count, first, cpu, start = 0, None, cpu_seconds(), time.perf_counter()
-    for number, (images, targets) in enumerate(batches, 1):
+def read_epoch(batches, device: torch.device) -> Iterator[int]:
+    """Copy each batch of an epoch to the device, and yield its number of pairs."""
+    for images, targets in batches:
         images, targets = images.to(device), targets.to(device)
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        if number == 1:
-            first = time.perf_counter() - start
-        if number <= ahead:
-            cpu, start = cpu_seconds(), time.perf_counter()
-        else:
-            count += len(images)
-    return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu,
-            "first_batch_seconds": first}
+        yield len(images)
 
 
-def run_bare_loop(pool, shares: list) -> dict:
-    """Have each process of the pool do the work for its share; return the measurements."""
+def timed(counts: Iterator[int], ahead: int = 0) -> dict:
+    """Return the number of pairs and the times of an epoch.
+
+    This excludes the first `ahead` batches: DALI reads that many before the epoch, while other contenders are measured.
+    """
+    for _ in range(ahead):
+        next(counts)
     cpu, start = cpu_seconds(), time.perf_counter()
-    count = sum(pool.starmap(bare_work, shares, chunksize=1))
-    return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu,
-            "first_batch_seconds": None}
+    count = sum(counts)
+    return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu}
 
 
 def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) -> dict:
@@ -143,12 +137,12 @@ def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) 
     loaders = {"loader.py": loader.build_loader(args), "loader_streaming": loader_streaming.build_loader(of_shards),
                "PIL loader": DataLoader(PILPairs(pair_list, task), BATCH, shuffle=True, num_workers=CORES,
                                         drop_last=True, persistent_workers=True, pin_memory=device.type != "cpu")}
-    found = {"bare loop": lambda: run_bare_loop(pool, shares)}
-    found |= {name: lambda batches=batches: read_epoch(batches, device) for name, batches in loaders.items()}
+    found = {"bare loop": lambda: timed(pool.imap(bare_work, shares))}
+    found |= {name: lambda batches=batches: timed(read_epoch(batches, device)) for name, batches in loaders.items()}
     if with_dali:
         import loader_DALI
         dali = loader_DALI.build_loader(SimpleNamespace(**vars(args) | {"workers": 0}))
-        found["loader_DALI"] = lambda: read_epoch(dali, device, AHEAD)
+        found["loader_DALI"] = lambda: timed(read_epoch(dali, device), AHEAD)
     return found
 
 
@@ -163,15 +157,14 @@ def report(runs: list[dict]) -> str:
     for task in TASKS:
         found: dict = {}
         for run in (run for run in runs if run["task"] == task.name):
-            values = run["pairs"] / run["seconds"], 1000 * run["cpu_seconds"] / run["pairs"], run["first_batch_seconds"]
-            for row, value in zip(found.setdefault(run["contender"], ([], [], [])), values):
-                row.append(math.nan if value is None else value)
-        rows = [[name, around(spread(speed), ".0f"), around(spread(cost)),
-                 around(spread(first), ".3f").replace("nan", "-")] for name, (speed, cost, first) in found.items()]
+            speeds, costs = found.setdefault(run["contender"], ([], []))
+            speeds.append(run["pairs"] / run["seconds"])
+            costs.append(1000 * run["cpu_seconds"] / run["pairs"])
+        rows = [[name, around(spread(speeds), ".0f"), around(spread(costs))] for name, (speeds, costs) in found.items()]
         ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
                    around(ratio(found[other][1], found[one][1]))]
                   for one, other in RATIOS if one in found and other in found]
-        texts += [f"{task.name}:", table(["contender", "pairs/s", "CPU, ms per pair", "first batch, s"], rows),
+        texts += [f"{task.name}:", table(["contender", "pairs/s", "CPU, ms per pair"], rows),
                   table(["ratio", "of pairs/s", "by CPU time"], ratios)]
     return "\n\n".join(texts)
 
@@ -200,7 +193,7 @@ def main() -> None:
     versions = {package.name.lower(): package.version for package in importlib.metadata.distributions()
                 if package.name.lower() in LIBRARIES}
     content = {"machine": measure.machine(device, "loader*.py", "common", "benchmarks/*.py") | versions, "cores": CORES,
-               "load_before": round(os.getloadavg()[0], 2), "runs": [],
+               "runs": [],
                "settings": {"tasks": [task._asdict() for task in TASKS], "pairs": args.pairs, "batch_size": BATCH,
                             "pairs_per_shard": PER_SHARD, "rounds": args.rounds}}
     with_dali = any("dali" in name for name in versions)

@@ -52,7 +52,7 @@ Scripts = dict[str, Script]
 @functools.cache
 def read_scripts(root: Path = ROOT) -> Scripts:
     """Return the scripts by name, each parent before its children."""
-    found = {}
+    found: Scripts = {}
     for path in markers.scripts(root):
         name, *parents = (file.relative_to(root).as_posix() for file in [path, *markers.parents_of(path)])
         text = path.read_text()
@@ -61,16 +61,11 @@ def read_scripts(root: Path = ROOT) -> Scripts:
         commands.sort(key=lambda command: name not in command)  # noqa: B023, because sort() calls it at once
         found[name] = Script(path, name, text.splitlines(), parents, markers.compare(path), markers.find_blocks(path),
                              ast.parse(text).body[0].end_lineno or 0, first, commands)
-    placed: Scripts = {}
-    while found:  # a child follows the last of its parents, depth first
-        order = list(placed)
-        ready = [script for script in found.values() if placed.keys() >= set(script.parents)]
-        if not ready:
-            raise markers.BrokenRule(f"no chain of parents leads to {', '.join(sorted(found))}")
-        name = min(ready, key=lambda script: (  # noqa: B023, because min() calls it at once
-            -max(map(order.index, script.parents), default=-1), script.name.startswith("loader"), script.name)).name
-        placed[name] = found.pop(name)
-    return placed
+
+    def chain(name: str) -> list[tuple[bool, str]]:  # a child follows the last of its parents, depth first
+        return [*max(map(chain, found[name].parents), default=[]), (name.startswith("loader"), name)]
+
+    return {name: found[name] for name in sorted(found, key=chain)}
 
 
 def ideas_of(block: markers.Block, tags: set[str]) -> list[str]:

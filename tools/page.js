@@ -74,13 +74,11 @@ function stretches() {
       settle()
       open("change", {reason: step[1], traps: step[2], parts: step[3]})
     } else {
-      const kind = step[0], count = kind === "r" ? 1 : +step.slice(1)
+      const kind = step[0]
       if (here.kind === "same" && "arl".includes(kind)) open("doc")
-      for (let n = 0; n < count; n++) {
-        if (kind === "r") both("r", step[1], step[2])
-        else if (kind === "B") both("B")
-        else here.rows.push({kind, i: "lL".includes(kind) ? i++ : null, j: "aA".includes(kind) ? j++ : null})
-      }
+      if (kind === "r") both("r", step[1], step[2])
+      else if (kind === "B") both("B")
+      else here.rows.push({kind, i: "lL".includes(kind) ? i++ : null, j: "aA".includes(kind) ? j++ : null})
     }
   }
   if (turned) {

@@ -19,8 +19,11 @@ CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Name.Exception, "bu"),
 ]
 TRAP = re.compile(r"([SDPEYFL]\d+) (.+)")
-FIELDS = ["Symptom", "Cause", "Wrong", "Right", "Script", "Read"]
-OPTIONAL = {"Script", "Read"}
+CODE = r"```python\n(?P<{}>(?s:.+?))\n```"
+TEXT = r"(?s:(?:(?!\n\*\*).)+)"  # up to the next field
+FORM = re.compile(rf"### (?P<name>[SDPEYFL]\d+) (?P<title>.+)\n\n\*\*Symptom:\*\* {TEXT}\n\*\*Cause:\*\* {TEXT}\n"
+                  rf"\*\*Wrong:\*\*\n\n{CODE.format('wrong')}\n\n\*\*Right:\*\*\n\n{CODE.format('right')}"
+                  rf"(?:\n\n\*\*Script:\*\* `(?P<beside>.+)`)?(?:\n\n\*\*Read:\*\* {TEXT})?")
 PAGES = ["pitfalls.md", "one-process.md"]
 INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- end of index -->)", re.S)
 
@@ -81,23 +84,13 @@ def read_traps(docs: Path, mutations: dict[str, Mutation]) -> dict[str, Trap]:
     """Return the pitfalls of both pages by name; raise TextError if one does not have the required form."""
     traps: dict[str, Trap] = {}
     for path in (docs / name for name in PAGES):
-        for section in re.split(r"^(?=### )", path.read_text(), flags=re.M)[1:]:
-            heading, body = section.split("\n", 1)
-            match = TRAP.fullmatch(heading.removeprefix("### "))
-            if not match or match[1] in traps or match[1] not in mutations:
-                raise TextError(f"{path.name}: '{heading}' is not '### NAME title' with a new name of mutations.txt")
-            body = re.split(r"^## ", body, flags=re.M)[0]
-            parts = re.split(r"^\*\*(\w+):\*\*\s*", body, flags=re.M)
-            names, values = parts[1::2], [value.strip() for value in parts[2::2]]
-            if parts[0].strip() or [name for name in FIELDS if name in names or name not in OPTIONAL] != names:
-                raise TextError(f"{path.name}: {match[1]} has the fields {names}, not {FIELDS}, "
-                                f"of which {OPTIONAL} may be left out")
-            fields = dict(zip(names, values, strict=True))
-            wrong, right = (re.fullmatch(r"```python\n(.*?)\n```", fields[name], re.S) for name in ("Wrong", "Right"))
-            beside = re.fullmatch(r"`(.*)`", fields.get("Script", "``"))
-            if not (wrong and right and beside):
-                raise TextError(f"{path.name}: {match[1]}: Wrong, Right or Script does not have the required form")
-            traps[match[1]] = Trap(match[1], match[2], wrong[1], right[1], beside[1])
+        for section in re.split(r"^(?=###? )", path.read_text(), flags=re.M):
+            if not section.startswith("### "):
+                continue
+            match = FORM.fullmatch(section.rstrip())
+            if not match or match["name"] in traps or match["name"] not in mutations:
+                raise TextError(f"{path.name}: not a new name of mutations.txt, or not of the required form: {section}")
+            traps[match["name"]] = Trap(**match.groupdict(""))
     return traps
 
 

@@ -108,26 +108,8 @@ def refuse(storage, location):
         raise RuntimeError(f"torch.load without map_location: a tensor of {location}")
 
 
-class Module:
-    """What torch asks the module of a device; `torch.get_device_module("npy")` returns it."""
-
-    def is_available(self):
-        return True
-
-    def is_initialized(self):
-        return True
-
-    def device_count(self):
-        return 1
-
-    def current_device(self):
-        return 0
-
-    def _is_in_bad_fork(self):
-        return False
-
-    def manual_seed_all(self, seed):
-        """Nothing to seed: random numbers are the CPU's."""
+class Module(backend_registration._DummyBackendModule):
+    """What `torch.get_device_module("npy")` returns: one device, whose random numbers are the CPU's."""
 
     def get_amp_supported_dtype(self):
         return [torch.bfloat16, torch.float16]
