@@ -12,11 +12,9 @@ is saved at once.
 """
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 from tqdm import tqdm
 
@@ -30,16 +28,10 @@ def one_run(script: str, seed: int, args, processes: int) -> dict:
     shutil.rmtree(tables.ROOT / folder, ignore_errors=True)  # train_DCP.py refuses the folder of an earlier run
     command = measure.launch_script(processes, script, *measure.task_of(args, args.epochs), "--seed", str(seed),
                                     "--output-dir", folder)
-    begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, cwd=tables.ROOT, stdout=out, stderr=err, start_new_session=True)
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        except KeyboardInterrupt:
-            os.killpg(process.pid, signal.SIGINT)
-            process.wait()
-            raise
+        process = subprocess.Popen(command, cwd=tables.ROOT, stdout=out, stderr=err)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0), err.seek(0)
         if process.returncode:
             sys.exit(f"{script} ended with exit code {process.returncode}:\n{err.read()}")
@@ -47,21 +39,9 @@ def one_run(script: str, seed: int, args, processes: int) -> dict:
     later = epochs[1:] or epochs
     resident = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     return {"script": script, "seed": seed, "accuracy": epochs[-1]["accuracy"],
-            "wall_seconds": time.perf_counter() - begin,
             "seconds_per_epoch": tables.spread(epoch["seconds"] for epoch in later)["median"],
             "images_per_second": tables.spread(epoch["speed"] for epoch in later)["median"],
             "peak_mib": max((epoch["peak_mib"] for epoch in epochs if "peak_mib" in epoch), default=resident)}
-
-
-def make_runs(args) -> None:
-    """Do all runs."""
-    where = measure.machine(devices.select_device(args.device), "train*.py", "common")
-    processes = args.processes or devices.count_processes(args.device)
-    task = {name: value for name, value in vars(args).items() if name not in ("scripts", "processes", "rounds", "show")}
-    content = {"machine": where, "processes": processes, "arguments": task, "runs": []}
-    for seed, script in tqdm(measure.in_turns(args.scripts, args.rounds), "runs", disable=None):
-        content["runs"].append(one_run(script, seed, args, processes))
-        tables.save(tables.path_of("compare", where, args.dataset, args.model), content)
 
 
 def main() -> None:
@@ -73,8 +53,12 @@ def main() -> None:
     parser.add_argument("--processes", type=cli.positive_int, help="default: one for each accelerator, or 2 on a CPU")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    if not args.show:
-        make_runs(args)
+    where = measure.machine(devices.select_device(args.device), "train*.py", "common")
+    processes = args.processes or devices.count_processes(args.device)
+    content = {"machine": where, "processes": processes, "arguments": vars(args), "runs": []}
+    for seed, script in tqdm([] if args.show else measure.in_turns(args.scripts, args.rounds), "runs", disable=None):
+        content["runs"].append(one_run(script, seed, args, processes))
+        tables.save(tables.path_of("compare", where, args.dataset, args.model), content)
     for page, parts in tables.pages().items():
         tables.fill(tables.ROOT / page, parts)
     print("\n\n".join(map(tables.compare_table, tables.read("compare"))))

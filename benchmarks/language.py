@@ -9,7 +9,6 @@ rates of its config/train_shakespeare_char.py and once with those of train_lm.py
 one epoch of train_lm.py while the others are paused. At the end, the benchmark computes the loss of each model on
 train_lm.py's validation windows.
 """
-import importlib.util
 import json
 import pickle
 import re
@@ -63,12 +62,11 @@ def loss_of(forward: Callable[[Tensor], Tensor], windows: text.Windows) -> float
 
 def load_nanogpt(checkout: Path, file: Path) -> torch.nn.Module:
     """Return the model that nanoGPT's train.py saved in `file`."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass needs it
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(checkout))
+    from model import GPT, GPTConfig
+
     content = load_file("nanoGPT's", file)
-    model = module.GPT(module.GPTConfig(**content["model_args"]))
+    model = GPT(GPTConfig(**content["model_args"]))
     model.load_state_dict(content["model"])
     return model.eval()
 

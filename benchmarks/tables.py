@@ -1,5 +1,4 @@
 """Results files, and the tables in docs/speed.md made from them (`python -m benchmarks.compare --show`)."""
-import collections
 import json
 import os
 import re
@@ -71,14 +70,12 @@ def caption(content: dict, rounds: str, *task: str) -> str:
 def compare_table(content: dict) -> str:
     """Return a table of compare.py's results."""
     forms, rows = {"seconds_per_epoch": ".2f", "images_per_second": ",.0f", "accuracy": ".4f"}, []
-    numbers = collections.Counter(run["script"] for run in content["runs"])
-    for script in sorted(numbers):
+    for script in sorted({run["script"] for run in content["runs"]}):
         runs = [run for run in content["runs"] if run["script"] == script]
-        memory = [run["peak_mib"] for run in runs if run["peak_mib"]]  # measured since 2026-11-22
         rows.append([f"`{script}`", *(around(spread(run[name] for run in runs), form) for name, form in forms.items()),
-                     f"{max(memory):,.0f} MiB" if memory else "-"])
-    seeds = "/".join(map(str, sorted(set(numbers.values()))))
-    return caption(content, f"{seeds} seed{'s' * (seeds != '1')}", count(content["arguments"]["epochs"], "epoch"),
+                     f"{max(run['peak_mib'] for run in runs):,.0f} MiB"])
+    seeds = len({run["seed"] for run in content["runs"]})
+    return caption(content, count(seeds, "seed"), count(content["arguments"]["epochs"], "epoch"),
                    count(content["processes"], "process", "es")) + table(
         ["script", "seconds per epoch", "images/s", "accuracy", "peak memory"], rows)
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.tables import ROOT, around, spread, table
+from benchmarks.tables import ROOT, around, save, spread, table
 from common.launch import end_with_parent
 
 OUTPUT = ["--output-dir", "runs/gpu-report/run"]
@@ -40,24 +40,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WORDS = {"passed": "passed", "failed": "**failed**", "skipped": "not run"}
 
 
-def note(path: Path, **entry: Any) -> None:
-    """Append an entry to the notes, and flush it to disk."""
-    with path.open("a") as file:
-        file.write(json.dumps(entry) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read(path: Path) -> dict[str, dict]:
-    """Return the notes by name; ignore a line that a kill has truncated."""
-    notes = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        notes[entry["name"]] = entry
-    return notes
+    """Return the notes by name."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def note(path: Path, name: str, **entry: Any) -> None:
+    """Add an entry to the notes."""
+    save(path, read(path) | {name: entry})
 
 
 class Tests:
@@ -70,7 +60,7 @@ class Tests:
     def pytest_collection_modifyitems(self, items: list) -> None:
         done = read(self.notes)
         items[:] = [item for item in items if re.search(self.only, item.name)]
-        note(self.notes, name="tests", names=[item.name for item in items])
+        note(self.notes, "tests", names=[item.name for item in items])
         items[:] = [item for item in items if item.name not in done]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -78,7 +68,7 @@ class Tests:
             return
         why = str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""
         said = "; ".join(value for name, value in report.user_properties if name == "said") or why
-        note(self.notes, name=report.nodeid.split("::", 1)[1], result=report.outcome, seconds=report.duration,
+        note(self.notes, report.nodeid.split("::", 1)[1], result=report.outcome, seconds=report.duration,
              said=said, text=report.longreprtext if report.failed else "")
 
 
@@ -222,13 +212,13 @@ def main() -> None:
     args = parser.parse_args()
     begin, folder = time.time(), args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    notes, report = folder / "notes.jsonl", folder / "report.md"
+    notes, report = folder / "notes.json", folder / "report.md"
     gpus = [] if args.device == "cpu" else ask(sys.executable, "-c", ASK).splitlines()
     here = {"gpus": gpus, "torch": version("torch"), "commit": ask("git", "describe", "--always", "--dirty")}
     if not here.items() <= read(notes).get("machine", {}).items():  # another machine, torch or commit: start over
         notes.unlink(missing_ok=True)
         details = [ask(sys.executable, "-m", "torch.utils.collect_env"), ask("nvidia-smi", "topo", "-m")]
-        note(notes, name="machine", **here, details="\n\n".join(details).strip(), date=time.strftime("%Y-%m-%d"))
+        note(notes, "machine", **here, details="\n\n".join(details).strip(), date=time.strftime("%Y-%m-%d"))
     count = len(gpus) or 2 * (args.device == "cpu")
     planned = measurements(count, args.device) if count else ()
     wanted = [each for each in planned if re.search(args.only, each.name)]
@@ -244,7 +234,7 @@ def main() -> None:
         if each.name in read(notes) or left < 0:
             continue
         print(each.name, flush=True)
-        note(notes, name=each.name, **measure(each, folder, max(60, left)))
+        note(notes, each.name, **measure(each, folder, max(60, left)))
         write(report, read(notes), wanted)
     results = [each.get("result") for each in read(notes).values()]
     print(f"{report}: {results.count('passed')} passed, {results.count('failed')} failed")

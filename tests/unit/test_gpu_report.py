@@ -10,18 +10,16 @@ HERE = {"gpus": ["T4", "T4"], "torch": "2.14.1", "commit": "abc", "details": "CP
 
 
 def test_the_report_lists_what_was_not_run_with_its_reason(tmp_path):
-    notes = tmp_path / "notes.jsonl"
-    gpu_report.note(notes, name="machine", **HERE, date="2026-11-25")
-    gpu_report.note(notes, name="tests", names=["test_a", "test_b", "test_c", "test_d"])
+    notes = tmp_path / "notes.json"
+    gpu_report.note(notes, "machine", **HERE, date="2026-11-25")
+    gpu_report.note(notes, "tests", names=["test_a", "test_b", "test_c", "test_d"])
     for name, result, said, text in (("test_a", "passed", "", ""), ("test_b", "failed", "", "E   assert 1 == 2"),
                                      ("test_c", "skipped", "needs 4 GPUs", "")):
-        gpu_report.note(notes, name=name, result=result, seconds=60, said=said, text=text)
+        gpu_report.note(notes, name, result=result, seconds=60, said=said, text=text)
     wanted = [each for each in gpu_report.measurements(2, None) if each.what in ("bare step", "train_FSDP.py")][:2]
-    gpu_report.note(notes, name=wanted[0].name, result="passed", seconds=9, speeds=[90, 100, 110], peak=None)
+    gpu_report.note(notes, wanted[0].name, result="passed", seconds=9, speeds=[90, 100, 110], peak=None)
     wanted += [each for each in gpu_report.measurements(2, None) if each.table == "Memory"]
-    gpu_report.note(notes, name=wanted[2].name, result="passed", seconds=9, said="Memory: its table")
-    with notes.open("a") as file:
-        file.write('{"name": "test_d", "result": "pas')  # killed while it wrote
+    gpu_report.note(notes, wanted[2].name, result="passed", seconds=9, said="Memory: its table")
     gpu_report.write(tmp_path / "report.md", gpu_report.read(notes), wanted)
     text = (tmp_path / "report.md").read_text()
     assert "# 2 x T4, torch 2.14.1\n" in text and "1 passed, 1 failed, 2 not run." in text
@@ -52,8 +50,8 @@ def test_a_machine_without_gpus_passes_none_of_their_tests():
 
 
 def test_a_test_that_is_done_is_not_started_again(tmp_path):
-    gpu_report.note(tmp_path / "notes.jsonl", name="test_a", result="passed")
+    gpu_report.note(tmp_path / "notes.json", "test_a", result="passed")
     items = [SimpleNamespace(name=name) for name in ("test_a", "test_b", "test_c")]
-    gpu_report.Tests(tmp_path / "notes.jsonl", "test_[ab]").pytest_collection_modifyitems(items)
+    gpu_report.Tests(tmp_path / "notes.json", "test_[ab]").pytest_collection_modifyitems(items)
     assert [item.name for item in items] == ["test_b"]
-    assert gpu_report.read(tmp_path / "notes.jsonl")["tests"]["names"] == ["test_a", "test_b"]
+    assert gpu_report.read(tmp_path / "notes.json")["tests"]["names"] == ["test_a", "test_b"]
