@@ -22,15 +22,14 @@ from common.detection import data
 DETECTOR = "yolov3-tiny"
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
 LOOPS = {"bare step": "bare", "no all-reduce": "alone", "usual loop": "usual", "Accelerate": "accelerate",
-         "Fabric": "fabric"}
-LIBRARIES = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
+         "Fabric": "lightning_fabric"}
 
 
 def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
     """Yield each contender's name and command, unless its library is missing; `alone` names the single-process one."""
     task = measure.task_of(args, epochs=100_000)
     for name in ["bare step", *args.others]:
-        if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
+        if name in ("Accelerate", "Fabric") and not importlib.util.find_spec(LOOPS[name]):
             print(f"without {name}: it is not installed (requirements-bench.txt)")
             continue
         yield name, measure.launch(args.processes, "benchmarks.loops", LOOPS[name], *task)

@@ -126,7 +126,7 @@ def timed(counts: Iterator[int], ahead: int = 0) -> dict:
     return {"pairs": count, "seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu}
 
 
-def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) -> dict:
+def contenders(folder: Path, task: Task, device: torch.device) -> dict:
     """Return {name: function}; each function reads one epoch with a contender and returns the measurements."""
     args = SimpleNamespace(data_source=folder, split="train", img_dir="img", gt_dir="gt", resize=task.resize,
                            crop=task.crop, batch_size=BATCH, workers=CORES, seed=SEED, device=str(device))
@@ -139,8 +139,11 @@ def contenders(folder: Path, task: Task, device: torch.device, with_dali: bool) 
                                         drop_last=True, persistent_workers=True, pin_memory=device.type != "cpu")}
     found = {"bare loop": lambda: timed(pool.imap(bare_work, shares))}
     found |= {name: lambda batches=batches: timed(read_epoch(batches, device)) for name, batches in loaders.items()}
-    if with_dali:
+    try:
         import loader_DALI
+    except ImportError:
+        print("without DALI: it is not installed (requirements-dali.txt)")
+    else:
         dali = loader_DALI.build_loader(SimpleNamespace(**vars(args) | {"workers": 0}))
         found["loader_DALI"] = lambda: timed(read_epoch(dali, device), AHEAD)
     return found
@@ -169,18 +172,16 @@ def report(runs: list[dict]) -> str:
     return "\n\n".join(texts)
 
 
-def measure_task(task: Task, base: str, count: int, rounds: int, device: torch.device, with_dali: bool) -> list[dict]:
+def measure_task(task: Task, args, device: torch.device) -> list[dict]:
     """Return the interleaved runs of all contenders for a task."""
     torch.set_num_threads(1)  # this process leaves the cores to the processes that decode
-    folder, runs = Path(base, f"{task.width}x{task.height}"), []
-    if not folder.exists():
-        make_files(folder, count if task.width == 640 else count // 3, task.width, task.height)
-    found = contenders(folder, task, device, with_dali)
-    for epoch in found.values():
-        epoch()  # starts the workers and fills the file cache
-    for number, name in measure.in_turns(list(found), rounds):
-        runs.append({"task": task.name, "round": number + 1, "contender": name} | found[name]())
-    return runs
+    with tempfile.TemporaryDirectory() as folder:
+        make_files(Path(folder), args.pairs if task.width == 640 else args.pairs // 3, task.width, task.height)
+        found = contenders(Path(folder), task, device)
+        for epoch in found.values():
+            epoch()  # starts the workers and fills the file cache
+        return [{"task": task.name, "round": number + 1, "contender": name} | found[name]()
+                for number, name in measure.in_turns(list(found), args.rounds)]
 
 
 def main() -> None:
@@ -193,18 +194,10 @@ def main() -> None:
     versions = {package.name.lower(): package.version for package in importlib.metadata.distributions()
                 if package.name.lower() in LIBRARIES}
     content = {"machine": measure.machine(device, "loader*.py", "common", "benchmarks/*.py") | versions, "cores": CORES,
-               "runs": [],
-               "settings": {"tasks": [task._asdict() for task in TASKS], "pairs": args.pairs, "batch_size": BATCH,
-                            "pairs_per_shard": PER_SHARD, "rounds": args.rounds}}
-    with_dali = any("dali" in name for name in versions)
-    if not with_dali:
-        print("without DALI: it is not installed (requirements-dali.txt)")
-    with tempfile.TemporaryDirectory() as base:
-        for task in TASKS:
-            # a fresh process: one that has threads must not fork the bare loop's processes
-            with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:
-                content["runs"] += process.submit(measure_task, task, base, args.pairs, args.rounds, device,
-                                                  with_dali).result()
+               "arguments": vars(args), "runs": []}
+    for task in TASKS:
+        with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:  # one without threads may fork the bare loop
+            content["runs"] += process.submit(measure_task, task, args, device).result()
     save(RESULTS / "loaders.json", content)
     print(f"{args.pairs} pairs, {args.rounds} rounds: median (lowest to highest)\n\n{report(content['runs'])}")
 

@@ -9,7 +9,7 @@ alone: the bare step without an all-reduce: each process trains independently.
 usual: the loop of most published DDP examples, with plain SGD. Each sample goes through PIL and torchvision's
     transforms, one at a time, in the process that trains. Every step reduces and shows the loss. The model has torch's
     default memory layout, and all parameters have weight decay.
-accelerate, fabric: the quick starts of Hugging Face Accelerate and Lightning Fabric, with plain SGD and usual's data.
+accelerate, lightning_fabric: the quick starts of these libraries, with plain SGD and usual's data.
 """
 import atexit
 import os
@@ -161,7 +161,7 @@ def prepare_quick_start(args):
 
 
 LOOPS = {"bare": prepare_bare, "alone": prepare_bare, "usual": prepare_usual, "accelerate": prepare_quick_start,
-         "fabric": prepare_quick_start}
+         "lightning_fabric": prepare_quick_start}
 
 
 def main():

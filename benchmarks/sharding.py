@@ -118,7 +118,7 @@ def waits(script: str, args) -> dict[str, Any]:
 
     The first checkpoint is left out, because no earlier save can delay it.
     """
-    extra = ["--snapshot-every", args.snapshot_every] if script == "train_elastic.py" else []
+    extra = ["--snapshot-every", 12] if script == "train_elastic.py" else []
     shutil.rmtree(ROOT / f"runs/sharding/{script}", ignore_errors=True)  # from an earlier run
     calls, epochs = launch("waits", script, *measure.task_of(args, args.epochs), *extra, "--output-dir",
                            f"runs/sharding/{script}")
@@ -130,7 +130,6 @@ def waits(script: str, args) -> dict[str, Any]:
 
 def main() -> None:
     parser = measure.make_parser(__doc__, epochs=3, batch_size=64, rounds=5)
-    parser.add_argument("--snapshot-every", type=int, default=12, help="steps between train_elastic.py's snapshots")
     parser.set_defaults(model="vit_base", device="cpu")
     args = parser.parse_args()
     where = measure.machine(torch.device("cpu"), "train*.py", "common", "benchmarks/*.py")

@@ -72,14 +72,12 @@ class Step:
         if compiled:
             self.model.compile()
 
-    def forward(self) -> torch.Tensor:
+    def __call__(self) -> None:
         images, labels = (part.to(self.device, non_blocking=True) for part in (self.images, self.labels))
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            return F.cross_entropy(self.model(self.normalize(images)), labels)
-
-    def __call__(self) -> None:
-        self.forward().backward()
+            loss = F.cross_entropy(self.model(self.normalize(images)), labels)
+        loss.backward()
         self.optimizer.step()
 
 

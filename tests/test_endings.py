@@ -12,8 +12,8 @@ from live import Live, alive, ours
 def around(folder, script, *arguments):
     """Return the command of a launch of two processes whose destroy_process_group waits for both."""
     (folder / "left").mkdir()
-    return [*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "waiting_destroy.py", folder / "left", script, *arguments,
-            "--output-dir", folder / "out"]
+    return [*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "around.py", "waiting_destroy", folder / "left", script,
+            *arguments, "--output-dir", folder / "out"]
 
 
 @pytest.mark.parametrize("moment", ["early", pytest.param("late", marks=pytest.mark.drill)])

@@ -63,9 +63,9 @@ def launched(tmp_path_factory):
     resources = [(name, hashlib.md5(content).hexdigest()) for name, content in files.items()]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     with Mirror(files) as mirror:
-        with Live("taskset", "-c", cores, *TORCHRUN, "--nproc-per-node=2", PROGRAMS / "mirrored.py", mirror.address,
-                  json.dumps(resources), "train_DDP.py", "--dataset", "fashion-mnist", "--data-path", folder / "data",
-                  "--epochs", "1000", "--output-dir", folder, env={"no_proxy": "*"}) as live:
+        with Live("taskset", "-c", cores, *TORCHRUN, "--nproc-per-node=2", PROGRAMS / "around.py", "mirror",
+                  mirror.address, json.dumps(resources), "train_DDP.py", "--dataset", "fashion-mnist", "--data-path",
+                  folder / "data", "--epochs", "1000", "--output-dir", folder, env={"no_proxy": "*"}) as live:
             live.wait_for("Lock .* not acquired|^epoch|rror")  # the other process is there, and waits or does not
             mirror.go_on.set()
             live.wait_for("^epoch +2/|rror")

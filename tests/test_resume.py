@@ -49,7 +49,7 @@ def test_no_thread_of_the_backend_is_left_when_python_ends(finished, tmp_path, s
 
     A script with DTensors ends before Python does, and prints no threads.
     """
-    said = good(run(PYTHON, PROGRAMS / "last_threads.py", script, "--evaluate", "--weights",
+    said = good(run(PYTHON, PROGRAMS / "around.py", "last_threads", script, "--evaluate", "--weights",
                     finished[0] / "last.pt", "--backend", "gloo", "--output-dir", tmp_path)).out
     threads = re.search(r"accuracy [\d.]+  .*\n(?:threads: (.+))?", said)
     assert threads and "gloo" not in str(threads[1]), said

@@ -40,11 +40,6 @@ class Script:
     summary: str
     commands: list[str]
 
-    @property
-    def parent(self) -> str | None:
-        """The first parent: the tree lists the script below it."""
-        return self.parents[0] if self.parents else None
-
 
 Scripts = dict[str, Script]
 
@@ -128,14 +123,7 @@ def build(root: Path = ROOT) -> str:
 def _comparisons(scripts: Scripts, mutations: dict[str, texts.Mutation], traps: dict[str, texts.Trap],
                  parts: list) -> tuple[dict, list, dict]:
     """Return (the data for page.js, the ideas to choose from, {(left, right): changed lines})."""
-    table: list[str] = []
-    places: dict[str, int] = {}  # the scripts share most lines, so store each line once
-
-    def place(line: str) -> int:
-        if line not in places:
-            places[line] = len(table)
-            table.append(line)
-        return places[line]
+    table: dict[str, int] = {}  # the scripts share most lines, so store each line once
 
     def notes_for(left_lines: list[str], right_lines: list[str]) -> tuple[list[str], list[str]]:
         lines = {_as_read(line) for line in [*left_lines, *right_lines]}
@@ -154,20 +142,20 @@ def _comparisons(scripts: Scripts, mutations: dict[str, texts.Mutation], traps: 
     listed = [{"name": script.name, "parents": script.parents, "doc": script.docstring_end,
                "blocks": [[block.first - 1, block.last - 1, block.tag, found]
                           for block, found in zip(script.marked, ideas[script.name], strict=True)],
-               "lines": [place(line) for line in texts.color("\n".join(script.lines))]}
+               "lines": [table.setdefault(line, len(table)) for line in texts.color("\n".join(script.lines))]}
               for script in scripts.values()]
     tags = list(dict.fromkeys(block.tag for script in scripts.values() for block in script.marked))
     used = {idea for blocks in ideas.values() for found in blocks for idea in found}
-    return {"scripts": listed, "tags": tags, "table": table, "pairs": pairs,
+    return {"scripts": listed, "tags": tags, "table": list(table), "pairs": pairs,
             "traps": {trap.name: trap.title for trap in traps.values()},
             "parts": {name: heading for name, heading, _ in parts}}, [tag for tag in tags if tag in used], counts
 
 
 def _tree(scripts: Scripts, counts: dict, parent: str | None) -> str:
-    """Return the scripts that descend from `parent` as nested lists."""
+    """Return the scripts whose first parent is `parent` as nested lists."""
     items = []
     for script in scripts.values():
-        if script.parent != parent:
+        if [*script.parents, None][0] != parent:
             continue
         size = f"{len(script.lines)} lines" + "".join(
             f', <strong>{counts[name, script.name]} changed</strong> <a href="#{name}...{script.name}"'

@@ -55,16 +55,13 @@ class Mutation:
 
     def put_back(self, text: str) -> str:
         """Return a file's text with the wrong lines; raise TextError unless it has the right lines exactly once."""
-        lines, right = text.splitlines(), self.right.splitlines()
-        found = [start for start in range(len(lines) - len(right) + 1)
-                 if textwrap.dedent("\n".join(lines[start:start + len(right)])) == self.right]
+        first, *rest = map(re.escape, self.right.splitlines())
+        pattern = "\n".join([f"^( *){first}", *(rf"\1{line}" if line else "" for line in rest)]) + "\n"
+        found = list(re.finditer(pattern, text, re.M))
         if len(found) != 1:
-            raise TextError(f"mutations.txt: {self.name}: {self.file} has its right lines {len(found)} times, not "
-                            f"once: {right[0]}")
-        here, inside = (len(line) - len(line.lstrip()) for line in (lines[found[0]], right[0]))
-        indent = " " * (here - inside)
-        lines[found[0]:found[0] + len(right)] = textwrap.indent(self.wrong, indent).splitlines()
-        return "\n".join(lines) + "\n"
+            raise TextError(f"mutations.txt: {self.name}: {self.file} has its right lines {len(found)} times, not once")
+        wrong = textwrap.indent(self.wrong, found[0][1]) + "\n" * bool(self.wrong)
+        return text[:found[0].start()] + wrong + text[found[0].end():]
 
 
 def read_mutations(path: Path) -> dict[str, Mutation]:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -148,24 +147,10 @@ def test_a_slow_rank_is_named():
     """After the start, rank 1 is paused for four fifths of the time."""
     with ranks(2, "--limit", "60") as (first, second):
         first.wait_for(" folder| group", 200)
-        ended = threading.Event()
-
-        def hold_up():
-            while not ended.is_set():
-                for number, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.05)):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(second.process.pid, number)
-                    ended.wait(seconds)
-
-        thread = threading.Thread(target=hold_up)
-        thread.start()
-        try:
+        pid = second.process.pid
+        with Live("sh", "-c", f"while kill -STOP {pid} && sleep 0.2 && kill -CONT {pid}; do sleep 0.05; done"):
             first.wait_for(" bandwidth", 200)
-        finally:
-            ended.set()
-            thread.join()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(second.process.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         said = report(first, 0)
         assert second.end(60) == 0
     assert "rank 1 on" in texts(said, "slow-rank"), said["findings"]

@@ -1,11 +1,11 @@
 """train_DDP.py under a real srun, and the unchanged files of launch/, on a Slurm cluster with two nodes."""
 import re
-import subprocess
 import time
 
 import pytest
 import slurm
-from conftest import FROM_ROOT, PYTHON, REFERENCE, ROOT, distance, epochs, good, load, run, same
+from conftest import FROM_ROOT, PYTHON, REFERENCE, distance, epochs, good, load, run, same
+from live import Live
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.missing()}")
 
@@ -13,18 +13,16 @@ pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=f"needs {slurm.mis
 @pytest.fixture(scope="module")
 def environment():
     with slurm.cluster() as environment:
-        yield environment
+        yield {name: environment[name] for name in ("SLURM_CONF", "PATH")}
 
 
 def srun(environment, *options):
-    return lambda *command: run("srun", "--kill-on-bad-exit=1", *options, *command,
-                                env=FROM_ROOT | {name: environment[name] for name in ("SLURM_CONF", "PATH")})
+    return lambda *command: run("srun", "--kill-on-bad-exit=1", *options, *command, env=FROM_ROOT | environment)
 
 
-def batch(environment, log, options, script):
-    """Run the lines as a batch script; return its output."""
-    good(run("sbatch", "--wait", *options, "-o", log, "--wrap", script,
-             env={name: environment[name] for name in ("SLURM_CONF", "PATH")}))
+def batch(environment, log, *command):
+    """Run a batch job, as a user does in the folder of the scripts; return its output."""
+    good(run("sbatch", "--wait", "-o", log, *command, env=environment))
     return log.read_text()
 
 
@@ -45,7 +43,7 @@ def test_tasks_of_srun_are_the_processes_of_a_group(environment, reference, tmp_
 def test_a_batch_script_is_no_task(environment, tmp_path):
     """sbatch sets SLURM_PROCID in the script itself: plain python there is a group of one and waits for nobody."""
     script = f"env | grep -c '^SLURM_PROCID'; {PYTHON} {' '.join(REFERENCE)} --epochs 1 --output-dir {tmp_path}"
-    said = batch(environment, tmp_path / "out", ["-N2", "-n2"], script)
+    said = batch(environment, tmp_path / "out", "-N2", "-n2", "--wrap", script)
     assert said.startswith("1\n") and "1 process(es) x 1 micro-batch x 96" in said and len(epochs(said)) == 1
 
 
@@ -53,7 +51,7 @@ def test_two_steps_of_a_job_train_side_by_side(environment, tmp_path):
     """Each has a port of its own. One is told MASTER_ADDR and finds no scontrol, as in a container."""
     train = f"{PYTHON} {' '.join(REFERENCE)} --epochs 1 --output-dir {tmp_path}"
     step = "srun --exact -n2 -c1 --kill-on-bad-exit=1"
-    batch(environment, tmp_path / "out", ["-N1", "-n4"], f"""
+    batch(environment, tmp_path / "out", "-N1", "-n4", "--wrap", f"""
         {step} {train}/first > {tmp_path}/first.out 2>&1 &
         {step} env PATH= MASTER_ADDR=cook1 {train}/second > {tmp_path}/second.out 2>&1 &
         wait""")
@@ -73,51 +71,11 @@ def test_a_task_computes_with_the_cores_of_its_own_mask(environment):
     assert good(both(PYTHON, "-c", shown)).out == "2 2\n" * 2
 
 
-class Job:
-    """A batch job, submitted from the folder of the scripts, as a user does; it writes its output to a file."""
-
-    def __init__(self, environment, log, *command):
-        self.environment, self.log = environment, log
-        said = subprocess.run(["sbatch", "--parsable", "-o", log, *map(str, command)], cwd=ROOT, env=environment,
-                              capture_output=True, text=True, check=True)
-        self.number = said.stdout.strip()
-
-    def ask(self, *command):
-        return subprocess.run(list(map(str, command)), env=self.environment, capture_output=True, text=True).stdout
-
-    def state(self):
-        found = re.search(r"JobState=(\w+)", self.ask("scontrol", "show", "job", self.number))
-        return found[1] if found else "GONE"
-
-    def said(self):
-        return self.log.read_text() if self.log.exists() else ""
-
-    def wait_for(self, condition, what, seconds=120):
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"waited {seconds} s for {what}; {self.state()}\n{self.said()[-3000:]}"
-            time.sleep(0.1)
-
-    def complete(self):
-        """Wait for the job to end; return its output."""
-        self.wait_for(lambda: self.state() not in ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING"), "its end", 240)
-        assert self.state() == "COMPLETED", self.said()
-        return self.said()
-
-    def start_now(self):
-        """Start a requeued job now, without Slurm's delay of two minutes."""
-        self.wait_for(lambda: self.state() == "PENDING", "the job to be requeued")
-        # what is left of the first start has to be gone: in two minutes it would be
-        self.wait_for(lambda: not self.ask("pgrep", "-f", rf"slurmstepd: \[{self.number}\."), "its processes to end")
-        self.wait_for(lambda: not self.ask("scontrol", "update", f"jobid={self.number}", "StartTime=now")
-                      and self.state() != "PENDING", "the second start")
-
-
 def test_the_batch_files_train_what_two_processes_train(environment, reference, tmp_path):
     for name in ("srun", "torchrun"):
-        job = Job(environment, tmp_path / f"{name}.out", "-N2", "--ntasks-per-node=1", "-c2", f"launch/{name}.sbatch",
-                  *REFERENCE, "--output-dir", tmp_path / name)
-        assert "2 process(es) x 1 micro-batch x 48" in job.complete()
+        said = batch(environment, tmp_path / f"{name}.out", "-N2", "--ntasks-per-node=1", "-c2",
+                     f"launch/{name}.sbatch", *REFERENCE, "--output-dir", tmp_path / name)
+        assert "2 process(es) x 1 micro-batch x 48" in said
         assert distance(reference, tmp_path / name / "last.pt") < 1e-5
 
 
@@ -125,16 +83,34 @@ def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
     """A signal before the time limit, and a requeue from outside: each time it saves, and goes on at that step."""
     arguments = ["-N2", "--ntasks-per-node=1", "-c2", "launch/elastic.sbatch", *REFERENCE[1:], "--epochs", "8",
                  "--log-every", "2", "--snapshot-every", "5", "--output-dir"]
-    Job(environment, tmp_path / "whole.out", *arguments, tmp_path / "whole").complete()
-    job = Job(environment, tmp_path / "elastic.out", *arguments, tmp_path / "elastic")
-    stop = "stopped by a signal and saved"
-    signals = ["scontrol", "requeue"], ["scancel", "--signal=USR1"]
-    for number, command in enumerate(signals):
-        job.wait_for(lambda: f"epoch {3 * number + 2:3}/" in job.said(), f"epoch {3 * number + 2}")  # noqa: B023
-        job.ask(*command, job.number)
-        job.start_now()
-        assert job.said().count(stop) == number + 1, job.said()
-    said = job.complete()
+    batch(environment, tmp_path / "whole.out", *arguments, tmp_path / "whole")
+    log = tmp_path / "elastic.out"
+    log.touch()
+
+    def ask(*command):
+        return run(*command, env=environment).out
+
+    def wait_for(condition):
+        end = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.1)
+
+    def pending():
+        return "JobState=PENDING" in ask("scontrol", "show", "job", number)
+
+    with Live("sbatch", "--wait", "--parsable", "-o", log, *arguments, tmp_path / "elastic", env=environment) as job:
+        number = job.wait_for(r"^\d+$")
+        for count, command in enumerate((["scontrol", "requeue"], ["scancel", "--signal=USR1"])):
+            wait_for(lambda: f"epoch {3 * count + 2:3}/" in log.read_text())  # noqa: B023
+            ask(*command, number)
+            wait_for(pending)
+            # Slurm would wait for two minutes, in which what is left of the first start ends
+            wait_for(lambda: not ask("pgrep", "-f", rf"slurmstepd: \[{number}\."))
+            wait_for(lambda: not ask("scontrol", "update", f"jobid={number}", "StartTime=now") and not pending())
+            assert log.read_text().count("stopped by a signal and saved") == count + 1, log.read_text()
+        assert job.end(240) == 0, log.read_text()
+    said = log.read_text()
     assert len(re.findall(r"^resume .* steps of epoch \d+ are done", said, re.M)) >= 1
     assert len(re.findall("^resume ", said, re.M)) == 2 and "train_elastic.py: error" not in said
     assert same(load(tmp_path / "whole/last.pt"), load(tmp_path / "elastic/last.pt"))

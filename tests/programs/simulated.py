@@ -35,9 +35,6 @@ class Elsewhere(torch.Tensor):
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         return compute(operation, args, kwargs or {})
 
-    def __repr__(self):
-        return f"{self.on_cpu!r} on {self.device}"
-
     def tolist(self):  # torch's own refuses subclasses
         return self.on_cpu.tolist()
 
