@@ -37,14 +37,16 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import tables
+import torch
+
+from benchmarks import measure, tables
 from benchmarks.tables import ROOT
 
 FOLDER, PAGE, RESULT = ROOT / "tests/bugs", ROOT / "docs/verify.md", ROOT / "benchmarks/results/bugs.json"
 SWITCH = re.compile(r"^(?P<indent> *)(?P<line>.*?) *# wrong (?P<name>[\w-]+): ?(?P<code>.*)$")
-TWO = "torchrun --nproc-per-node=2 {}"
-EXAMPLES = [  # of docs/your-own-loop.md: the example, the bug, its cause, the right line, the wrong one, and its issue
-    ("schedule", "schedule-wrong", "rank-lr", "plateau.step(val_loss)", "if rank == 0: plateau.step(val_loss)", ""),
+EXAMPLES = [  # of docs/your-own-loop.md: example, bug, cause, the right line, the wrong line, issue
+    ("schedule", "schedule-wrong", "rank-lr", "plateau.step(val_loss)",
+     "if rank == 0: plateau.step(val_loss)", ""),
     ("schedule", "stop-on-rank-0", "rank-stops", "        if stop:", "        if rank == 0 and stop:", ""),
     ("tokens", "tokens-wrong", "uneven-mean", "dist.all_reduce(count)", "count = count * world_size", ""),
     ("tokens", "transformers-37474", "scale", "labels) * world_size / count", "labels) / count",
@@ -95,7 +97,8 @@ def programs():
     """Return {name: Program}: the programs in tests/bugs, and the examples of docs/your-own-loop.md."""
     found = {path.stem: read(path) for path in sorted(FOLDER.glob("*.py"))}
     for name, bug, cause, *line, text in EXAMPLES:
-        example = Program(name, ROOT / f"docs/examples/{name}.py", ["python {}", TWO], [], {})
+        pair = ["python {}", "torchrun --nproc-per-node=2 {}"]
+        example = Program(name, ROOT / f"docs/examples/{name}.py", pair, [], {})
         found.setdefault(name, example).bugs[bug] = Bug(bug, [cause], text, line=tuple(line))
     return found
 
@@ -211,10 +214,6 @@ def main():
         if not (seen and cause):
             print(f"      {row['message']}", flush=True)
     if not args.names:
-        import torch
-
-        from benchmarks import measure  # not at the top: the tests import this module without psutil
-
         print(table(rows, found))
         tables.save(RESULT, {"machine": measure.machine(torch.device("cpu"), "verify", "tests/bugs"), "rows": rows})
         tables.fill(PAGE, ["\n" + table(rows, found) + "\n\n"])

@@ -56,7 +56,8 @@ def main() -> None:
     where = measure.machine(devices.select_device(args.device), "train*.py", "common")
     processes = args.processes or devices.count_processes(args.device)
     content = {"machine": where, "processes": processes, "arguments": vars(args), "runs": []}
-    for seed, script in tqdm([] if args.show else measure.in_turns(args.scripts, args.rounds), "runs", disable=None):
+    turns = [] if args.show else measure.in_turns(args.scripts, args.rounds)
+    for seed, script in tqdm(turns, "runs", disable=None):
         content["runs"].append(one_run(script, seed, args, processes))
         tables.save(tables.path_of("compare", where, args.dataset, args.model), content)
     for page, parts in tables.pages().items():

@@ -5,8 +5,8 @@
     python -m benchmarks.floor --model resnet18 --dataset fake --batch-size 512 --device cuda --processes 1
     python -m benchmarks.floor --model yolov3-tiny --batch-size 16 --epochs 1    # the detector: only the bare step
 
-All contenders start first; benchmarks/loops.py has the loops. In each round, each contender trains a few epochs while
-the others are paused, and the round gives one ratio for each pair. Every round is saved at once.
+All contenders start first; benchmarks/loops.py has the loops. In each round, each contender trains a few
+epochs while the others are paused, and the round gives one ratio for each pair. Every round is saved at once.
 """
 import importlib.util
 import os
@@ -14,10 +14,9 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from benchmarks import measure
+from benchmarks import loops, measure
 from benchmarks.tables import OTHERS, floor_table, path_of, ratio, save, spread
-from common import cli, datasets, devices, endings, models
-from common.detection import data
+from common import cli, devices, endings, models
 
 DETECTOR = "yolov3-tiny"
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
@@ -65,8 +64,7 @@ def main() -> None:
         args.dataset, args.model, args.scripts, args.others = "scenes", "tiny", ["train_yolov3_DDP.py"], []
     device = devices.select_device(args.device)
     where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
-    create, options = (data.create_datasets, (96, 0)) if detector else (datasets.create_datasets, (0, "."))
-    train_set, _ = create(args.dataset, args.data_path, *options)
+    train_set, *_ = loops.load(args)
     images = len(train_set) // args.batch_size * args.batch_size
     threads = max(1, os.cpu_count() // args.processes)  # as many as each process of the other contenders has
     several = device.type == "cpu" and args.processes > 1 and not detector

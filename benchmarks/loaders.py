@@ -138,7 +138,8 @@ def contenders(folder: Path, task: Task, device: torch.device) -> dict:
                "PIL loader": DataLoader(PILPairs(pair_list, task), BATCH, shuffle=True, num_workers=CORES,
                                         drop_last=True, persistent_workers=True, pin_memory=device.type != "cpu")}
     found = {"bare loop": lambda: timed(pool.imap(bare_work, shares))}
-    found |= {name: lambda batches=batches: timed(read_epoch(batches, device)) for name, batches in loaders.items()}
+    for name, batches in loaders.items():
+        found[name] = lambda batches=batches: timed(read_epoch(batches, device))
     try:
         import loader_DALI
     except ImportError:
@@ -163,7 +164,8 @@ def report(runs: list[dict]) -> str:
             speeds, costs = found.setdefault(run["contender"], ([], []))
             speeds.append(run["pairs"] / run["seconds"])
             costs.append(1000 * run["cpu_seconds"] / run["pairs"])
-        rows = [[name, around(spread(speeds), ".0f"), around(spread(costs))] for name, (speeds, costs) in found.items()]
+        rows = [[name, around(spread(speeds), ".0f"), around(spread(costs))]
+                for name, (speeds, costs) in found.items()]
         ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
                    around(ratio(found[other][1], found[one][1]))]
                   for one, other in RATIOS if one in found and other in found]
@@ -176,7 +178,8 @@ def measure_task(task: Task, args, device: torch.device) -> list[dict]:
     """Return the interleaved runs of all contenders for a task."""
     torch.set_num_threads(1)  # this process leaves the cores to the processes that decode
     with tempfile.TemporaryDirectory() as folder:
-        make_files(Path(folder), args.pairs if task.width == 640 else args.pairs // 3, task.width, task.height)
+        count = args.pairs if task.width == 640 else args.pairs // 3
+        make_files(Path(folder), count, task.width, task.height)
         found = contenders(Path(folder), task, device)
         for epoch in found.values():
             epoch()  # starts the workers and fills the file cache
@@ -196,7 +199,7 @@ def main() -> None:
     content = {"machine": measure.machine(device, "loader*.py", "common", "benchmarks/*.py") | versions, "cores": CORES,
                "arguments": vars(args), "runs": []}
     for task in TASKS:
-        with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:  # one without threads may fork the bare loop
+        with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:  # without threads, so it may fork
             content["runs"] += process.submit(measure_task, task, args, device).result()
     save(RESULTS / "loaders.json", content)
     print(f"{args.pairs} pairs, {args.rounds} rounds: median (lowest to highest)\n\n{report(content['runs'])}")

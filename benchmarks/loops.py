@@ -1,14 +1,14 @@
 """The loops that floor.py compares with the scripts. All train the scripts' model on their batches.
 
-    torchrun --nproc-per-node=2 -m benchmarks.loops bare --dataset digits --model cnn --batch-size 64 --epochs 5
+    torchrun --nproc-per-node=2 -m benchmarks.loops usual --model cnn --batch-size 64 --epochs 5
     torchrun --nproc-per-node=2 -m benchmarks.loops bare --dataset scenes --model tiny --batch-size 16
 
-bare: nothing but DistributedDataParallel's step, on batches prepared in advance. It does not read data, log or
-    evaluate. For the detector, each process knows the total number of boxes in advance.
+bare: nothing but DistributedDataParallel's step, on batches prepared in advance. It does not read data, log
+    or evaluate. For the detector, each process knows the total number of boxes in advance.
 alone: the bare step without an all-reduce: each process trains independently.
 usual: the loop of most published DDP examples, with plain SGD. Each sample goes through PIL and torchvision's
-    transforms, one at a time, in the process that trains. Every step reduces and shows the loss. The model has torch's
-    default memory layout, and all parameters have weight decay.
+    transforms, one at a time, in the process that trains. Every step reduces and shows the loss. The model has
+    torch's default memory layout, and all parameters have weight decay.
 accelerate, lightning_fabric: the quick starts of these libraries, with plain SGD and usual's data.
 """
 import atexit
@@ -65,10 +65,6 @@ def load(args):
     return source, models.create_model(args.model, source.num_classes, source.image_shape), False
 
 
-def plain_sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.001, 0.9, weight_decay=1e-4)
-
-
 def prepare_bare(args):
     device = join(args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -108,7 +104,7 @@ def prepare_usual(args):
     loader = DataLoader(train_set, args.batch_size // dist.get_world_size(), sampler=sampler, drop_last=True,
                         pin_memory=device.type != "cpu")
     model = DistributedDataParallel(model.to(device))
-    optimizer = plain_sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001, 0.9, weight_decay=1e-4)
 
     def train_epoch(epoch):
         sampler.set_epoch(epoch)
@@ -131,7 +127,7 @@ def prepare_quick_start(args):
     source, model, _ = load(args)
     world_size = int(os.environ["WORLD_SIZE"])
     loader = DataLoader(Pictures(source), args.batch_size // world_size, shuffle=True, drop_last=True)
-    optimizer = plain_sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001, 0.9, weight_decay=1e-4)
     if args.loop == "accelerate":
         from accelerate import Accelerator
 
@@ -160,14 +156,15 @@ def prepare_quick_start(args):
     return train_epoch, len(loader)
 
 
-LOOPS = {"bare": prepare_bare, "alone": prepare_bare, "usual": prepare_usual, "accelerate": prepare_quick_start,
-         "lightning_fabric": prepare_quick_start}
+LOOPS = {"bare": prepare_bare, "alone": prepare_bare, "usual": prepare_usual,
+         "accelerate": prepare_quick_start, "lightning_fabric": prepare_quick_start}
 
 
 def main():
     """Train, and print the speed of each epoch as the scripts do."""
-    parser = measure.make_parser(__doc__, epochs=5, batch_size=64, datasets=[*datasets.DATASETS, *data.DATASETS],
-                                 models=[*models.MODELS, *yolov3.MODELS])
+    parser = measure.make_parser(
+        __doc__, epochs=5, batch_size=64, datasets=[*datasets.DATASETS, *data.DATASETS],
+        models=[*models.MODELS, *yolov3.MODELS])
     parser.add_argument("loop", choices=LOOPS, help="see above")
     args = parser.parse_args()
     train_epoch, steps = LOOPS[args.loop](args)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.tables import ROOT, spread
@@ -105,8 +104,10 @@ def in_turns(names: list[str], rounds: int) -> list[tuple[int, str]]:
     return [(number, names[(place + number) % len(names)]) for number in range(rounds) for place in range(len(names))]
 
 
-def family(pid: int) -> list[psutil.Process]:
-    """Return a process and all its living descendants."""
+def family(pid: int) -> list:
+    """Return a process and all its living descendants, as psutil's processes."""
+    import psutil  # here, because the tests import modules that need only the rest of this one
+
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
@@ -131,7 +132,7 @@ class Contender:
             self.end()
             raise
         self.start_up = time.perf_counter() - begin - first["seconds"]
-        self.paused_at = self._signal(psutil.Process.suspend)
+        self.paused_at = self._signal("suspend")
 
     def turn(self, epochs: int, long: float = LONG) -> None:
         """Run for `epochs` epochs and record the median of their images/s.
@@ -140,7 +141,7 @@ class Contender:
         pause is subtracted from its time. Otherwise, the epoch is discarded and one more runs.
         """
         paused = time.perf_counter() - self.paused_at
-        self._signal(psutil.Process.resume)
+        self._signal("resume")
         speeds = []
         last = time.perf_counter()
         while len(speeds) < epochs:
@@ -152,12 +153,12 @@ class Contender:
                 speeds.append(self.images / seconds if seconds > LONG else epoch["speed"])
                 self.between.append(now - last - seconds)
             last, paused = now, 0
-        self.paused_at = self._signal(psutil.Process.suspend)
+        self.paused_at = self._signal("suspend")
         self.speeds.append(spread(speeds)["median"])
 
     def finish(self) -> None:
         """Run until the launch ends by itself; exit if it fails."""
-        self._signal(psutil.Process.resume)
+        self._signal("resume")
         list(self.epochs)
         if self.process.wait():
             self._next_epoch()
@@ -165,7 +166,7 @@ class Contender:
     def end(self) -> None:
         """Kill the launch: its command asks for more epochs than are needed."""
         if self.process.poll() is None:
-            self._signal(psutil.Process.kill)
+            self._signal("kill")
         self.process.wait()
 
     def _next_epoch(self):
@@ -176,9 +177,11 @@ class Contender:
         sys.exit(f"{' '.join(self.command)} ended early:\n{self.errors.read()}")
 
     def _signal(self, action):
+        import psutil
+
         for process in family(self.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):  # Ctrl-C also ends the process
-                action(process)
+                getattr(process, action)()
         return time.perf_counter()
 
 

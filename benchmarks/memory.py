@@ -14,18 +14,20 @@ import gc
 import itertools
 import runpy
 import sys
+import weakref
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from benchmarks import measure
-from benchmarks.storages import Storages
-from benchmarks.tables import ROOT, memory_table, mesh_table, path_of, save
+from benchmarks.tables import ROOT, memory_table, path_of, save
 from common import checkpoint, cli, endings, models
 from common.language import gpt, text
 from common.reduce import get_world_size
@@ -34,6 +36,41 @@ SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
 MESHES = {"train_lm.py": [1], "train_lm_DDP.py": [2, 4], "train_lm_TP.py --tensor-parallel 1": [2, 4],
           "train_lm_TP.py --tensor-parallel 2": [2, 4]}  # scripts and processes for the language model
 STEPS = 3
+
+
+class Storages(TorchDispatchMode):
+    """Follow the storages of all tensors that this thread creates, in backward passes too, and their peak in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.live, self.peak = itertools.count(), {}, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # the subclass then calls the function again, with its local tensors
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.number(value)
+        held = self.sizes()
+        if sum(held.values()) > sum(self.peak.values()):
+            self.peak = held
+        return result
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Add a tensor's storage to `live` and return the storage's number; return None for a tensor without data."""
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        if not hasattr(storage, "number"):
+            storage.number = next(self.numbers)
+            self.live[storage.number] = weakref.ref(storage, lambda _, number=storage.number: self.live.pop(number))
+        return storage.number
+
+    def sizes(self) -> dict[int, int]:
+        """Return the bytes of each live storage; FSDP2 frees weights by resizing their storage to 0."""
+        storages = {number: reference() for number, reference in list(self.live.items())}
+        return {number: storage.nbytes() for number, storage in storages.items() if storage is not None}
 
 
 def divide(sizes: dict[int, int], parts: dict[str, set[int]]) -> dict[str, int]:
@@ -138,7 +175,7 @@ def main() -> None:
         tqdm.write(f"{script} on {processes}: rank 0 held at most {peak:.1f} MiB before training")
         content = {"machine": where, "arguments": vars(args), "runs": runs}
         save(path_of("memory", where, args.dataset, args.model), content)
-    print((mesh_table if args.model in gpt.SIZES else memory_table)(content))
+    print(memory_table(content))
 
 
 if __name__ == "__main__":

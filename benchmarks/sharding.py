@@ -8,6 +8,7 @@ pipeline stage is idle while it runs neither a forward nor a backward pass. The 
 training continues. `python -m benchmarks.compare --show` writes the tables into docs/speed.md.
 """
 import contextlib
+import functools
 import os
 import runpy
 import shutil
@@ -31,6 +32,7 @@ PROCESSES, STEPS = 2, 6
 MICRO_BATCHES = [2, 4, 8]  # numbers of micro-batches of IMAGES images each
 IMAGES = 8
 STEPPING = ["train_DDP.py", "train_FSDP.py"]
+launch = functools.partial(measure.launch_and_read, PROCESSES, "benchmarks.sharding")
 # For each script, the calls for which training waits at each checkpoint, in order
 SAVING = {"train_FSDP.py": [(shards, "gather"), (checkpoint, "save_checkpoint")],
           "train_elastic.py": [(checkpoint.BackgroundWriter, "save")],
@@ -48,10 +50,6 @@ def watch(place: Any, name: str, note: Callable[[str, tuple, float], None]) -> N
         return result
 
     setattr(place, name, watched)
-
-
-def launch(*arguments: Any) -> tuple[Any, list[dict[str, float]]]:
-    return measure.launch_and_read(PROCESSES, "benchmarks.sharding", *arguments)
 
 
 def steps_of(script: str) -> None:

@@ -110,38 +110,33 @@ def step_table(content: dict) -> str:
 
 
 def memory_table(content: dict) -> str:
-    """Return a table of memory.py's results: of each launch, the largest process, in MiB and relative to DDP's."""
+    """Return a table of memory.py's results: of each launch, the largest process, in MiB, compared."""
     def largest(run: dict, when: str, *parts: str) -> float:
         return max(sum(rank[when][part] for part in parts or rank[when]) for rank in run["ranks"]) / 2**20
 
-    columns = [("held", "weights"), ("held", "gradients", "buckets"), ("held", "optimizer"),
-               ("held", "weights", "gradients", "buckets", "optimizer"), ("peak",)]
-    ddp = {run["processes"]: run for run in content["runs"] if run["script"] == "train_DDP.py"}
     rows = []
-    for run in content["runs"]:
-        cells = [f"{largest(run, *column):,.1f}" for column in columns]
-        for place in (4, 3):
-            other = ddp.get(run["processes"])
-            share = largest(run, *columns[place]) / largest(other, *columns[place]) if other else None
-            cells.insert(place + 1, f"{share:.2f}" if share else "-")
-        rows.append([f"`{run['script']}`", run["processes"], *cells])
-    return ("Memory (`python -m benchmarks.memory`), MiB of the largest process: "
-            + caption(content, "1 launch")
-            + table(["script", "processes", "weights", "gradients", "optimizer", "held", "relative to DDP",
-                     "peak in a step", "relative to DDP"], rows))
-
-
-def mesh_table(content: dict) -> str:
-    """Return a table of memory.py's results for the language model: of each launch, the largest process, in MiB."""
-    rows = []
-    for run in content["runs"]:
-        found = {when: max(sum(rank[when].values()) for rank in run["ranks"]) / 2**20 for when in ("held", "peak")}
-        cells = [(f"{found[when]:,.0f}", f"{run['predicted'][when] / 2**20:,.0f}") for when in ("held", "peak")]
-        rows.append([f"`{run['script']}`", run["processes"], run["length"], *cells[0], *cells[1]])
-    return ("Memory (`python -m benchmarks.memory`), MiB of the largest process: "
-            + caption(content, "1 launch")
-            + table(["script", "processes", "tokens per window", "held", "predicted", "peak in a step",
-                     "predicted"], rows))
+    if content["arguments"]["dataset"] == "tokens":  # the meshes of the language model
+        head = ["script", "processes", "tokens per window", "held", "by the formula", "peak in a step",
+                "by the formula"]
+        for run in content["runs"]:
+            pairs = [(largest(run, when), run["predicted"][when] / 2**20) for when in ("held", "peak")]
+            rows.append([f"`{run['script']}`", run["processes"], run["length"],
+                         *(f"{value:,.0f}" for pair in pairs for value in pair)])
+    else:
+        head = ["script", "processes", "weights", "gradients", "optimizer", "held", "relative to DDP",
+                "peak in a step", "relative to DDP"]
+        columns = [("held", "weights"), ("held", "gradients", "buckets"), ("held", "optimizer"),
+                   ("held", "weights", "gradients", "buckets", "optimizer"), ("peak",)]
+        ddp = {run["processes"]: run for run in content["runs"] if run["script"] == "train_DDP.py"}
+        for run in content["runs"]:
+            rows.append([f"`{run['script']}`", run["processes"]])
+            for number, column in enumerate(columns):
+                size, other = largest(run, *column), ddp.get(run["processes"])
+                rows[-1].append(f"{size:,.1f}")
+                if number >= 3:
+                    rows[-1].append(f"{size / largest(other, *column):.2f}" if other else "-")
+    return ("Memory (`python -m benchmarks.memory`), MiB of the largest process: " + caption(content, "1 launch")
+            + table(head, rows))
 
 
 def sharding_table(content: dict) -> str:
@@ -190,14 +185,13 @@ def ratio_table(contents: list[dict]) -> str:
 
 def pages() -> dict[str, list[str]]:
     """Return {page: [the text between each pair of marks on it]}, all made from the committed results."""
-    floors = read("floor")
+    floors, memory = read("floor"), read("memory")
+    meshes = [content for content in memory if content["arguments"]["dataset"] == "tokens"]
     parts = [map(compare_table, read("compare")), [ratio_table(floors)], map(floor_table, floors),
-             map(step_table, read("step")),
-             [memory_table(content) for content in read("memory") if content["arguments"]["dataset"] != "tokens"],
+             map(step_table, read("step")), [memory_table(content) for content in memory if content not in meshes],
              map(sharding_table, read("sharding")), map(language_table, read("language"))]
-    meshes = [mesh_table(content) for content in read("memory") if content["arguments"]["dataset"] == "tokens"]
-    return {"docs/speed.md": ["\n" + "\n\n".join(tables) + "\n\n" for tables in parts],
-            "docs/scaling.md": ["\n" + "\n\n".join(meshes) + "\n\n"]}
+    return {page: ["\n" + "\n\n".join(tables) + "\n\n" for tables in found]
+            for page, found in (("docs/speed.md", parts), ("docs/scaling.md", [map(memory_table, meshes)]))}
 
 
 def fill(page: Path, parts: list[str], marks: tuple[str, str] = MARKS) -> None:

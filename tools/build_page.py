@@ -81,21 +81,30 @@ def ideas_of(block: markers.Block, tags: set[str]) -> list[str]:
 
 def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
     """Return [(id, heading, script lines to show it beside)] for the sections of how-it-works.md."""
-    parts = []
-    for section in re.split(r"^(?=## )", path.read_text(), flags=re.M)[1:]:
-        heading = section.split("\n", 1)[0].removeprefix("## ")
-        beside = re.findall(r"<!-- beside: (.+?) -->", section)
-        parts.append((f"how-{texts.slug(heading)}", heading, beside))
-    return parts
+    sections = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", path.read_text(), re.M)
+    return [(f"how-{texts.slug(heading)}", heading, re.findall(r"<!-- beside: (.+?) -->", section))
+            for heading, section in sections]
 
 
 def read(root: Path = ROOT) -> tuple[Scripts, dict[str, texts.Mutation], dict[str, texts.Trap], list]:
     """Return the scripts, mutations, pitfalls and parts of how-it-works.md; raise TextError if these do not match."""
-    mutations = texts.read_mutations(TOOLS / "mutations.txt")
-    found = (read_scripts(root), mutations, texts.read_traps(root / "docs", mutations),
-             read_parts(root / "docs/how-it-works.md"))
-    _check(root, *found)
-    return found
+    scripts, mutations = read_scripts(root), texts.read_mutations(TOOLS / "mutations.txt")
+    traps, parts = texts.read_traps(root / "docs", mutations), read_parts(root / "docs/how-it-works.md")
+    for mutation in mutations.values():
+        if not (root / mutation.file).is_file():
+            raise texts.TextError(f"mutations.txt: {mutation.name}: there is no {mutation.file}")
+        mutation.put_back((root / mutation.file).read_text())
+    for name in texts.PAGES:
+        text = (root / "docs" / name).read_text()
+        if texts.INDEX.findall(text) != [texts.index(text)]:
+            raise texts.TextError(f"{name}: its index is not up to date: python tools/build_page.py --index writes it")
+    code = {_as_read(line) for script in scripts.values() for line in script.lines}
+    named = [("pitfalls.md", trap.name, trap.beside) for trap in traps.values() if trap.beside]
+    named += [("how-it-works.md", heading, line) for _, heading, beside in parts for line in beside]
+    for file, what, line in named:
+        if line not in code:
+            raise texts.TextError(f"{file}: '{what}' names a line that no script has: {line}")
+    return scripts, mutations, traps, parts
 
 
 def build(root: Path = ROOT) -> str:
@@ -216,25 +225,6 @@ def _as_read(line: str) -> str:
     """Return a line as the texts quote it: without indentation; for a marker, only the reason."""
     match = markers.MARKER.fullmatch(line)
     return f"# {match[2]}" if match and match[2] else line.strip()
-
-
-def _check(root: Path, scripts: Scripts, mutations: dict[str, texts.Mutation], traps: dict[str, texts.Trap],
-           parts: list) -> None:
-    """Raise TextError if the texts name a file or a line that does not exist."""
-    code = {_as_read(line) for script in scripts.values() for line in script.lines}
-    for mutation in mutations.values():
-        if not (root / mutation.file).is_file():
-            raise texts.TextError(f"mutations.txt: {mutation.name}: there is no {mutation.file}")
-        mutation.put_back((root / mutation.file).read_text())
-    for name in texts.PAGES:
-        text = (root / "docs" / name).read_text()
-        if texts.INDEX.findall(text) != [texts.index(text)]:
-            raise texts.TextError(f"{name}: its index is not up to date: python tools/build_page.py --index writes it")
-    named = [("pitfalls.md", trap.name, trap.beside) for trap in traps.values() if trap.beside]
-    named += [("how-it-works.md", heading, line) for _, heading, beside in parts for line in beside]
-    for file, what, line in named:
-        if line not in code:
-            raise texts.TextError(f"{file}: '{what}' names a line that no script has: {line}")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ A comparison is a list of steps that walk down both scripts:
 
     n                   n lines that are equal on both sides
     "a", "l"            a line that only the right script has, or only the left one
-    "A", "L", "B"       a line that does not count (blank, a marker without a reason) on the right, the left or both
+    "A", "L", "B"       a line on the right, the left or both that does not count: blank, a marker without reason
     ["r", [0, 4], []]   a replaced line, and the ranges of characters that differ on the left and on the right
     ["g", reason, ...]  a change begins; what `notes_for` returns follows the reason
 """
@@ -13,7 +13,7 @@ import difflib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import markers
@@ -41,17 +41,19 @@ def compare(left: "Script", right: "Script",
     done_left, done_right = left.docstring_end, right.docstring_end
     for anchor_left, anchor_right in [*_anchors(left, right), (len(left.lines) + 1, len(right.lines) + 1)]:
         old, new = left.lines[done_left:anchor_left - 1], right.lines[done_right:anchor_right - 1]
-        for change in _changes(old, new, child):
-            begun = False
-            for row in change:
-                if not begun and _counts(row, child):
-                    here = [line for _, line in change if line is not None]
-                    gone = [line for line, _ in change if line is not None and not child]
-                    reasons = [match[2] for match in map(markers.MARKER.fullmatch, here) if match and match[2]]
-                    steps.append(["g", "".join(reasons[:1]), *notes_for(gone, here)])
-                    changes += 1
-                    begun = True
-                steps.append(_step(row, child))
+        rows, starts = _pair_up(old, new), list[int]()  # the rows at which changes begin: in a child, its markers
+        for number, row in enumerate(rows):
+            marked = child and markers.MARKER.fullmatch(row[1] or "")
+            if _counts(row, child) and (marked or not starts):
+                starts.append(number)
+        steps += [_step(row, child) for row in rows[:starts[0] if starts else len(rows)]]
+        for begin, end in itertools.pairwise([*starts, len(rows)]):
+            here = [line for _, line in rows[begin:end] if line is not None]
+            gone = [line for line, _ in rows[begin:end] if line is not None and not child]
+            reasons = [match[2] for match in map(markers.MARKER.fullmatch, here) if match and match[2]]
+            steps.append(["g", "".join(reasons[:1]), *notes_for(gone, here)])
+            steps += [_step(row, child) for row in rows[begin:end]]
+        changes += len(starts)
         count += max(sum(bool(markers.CODE.match(line)) for line in side) for side in (old, new))
         if anchor_left <= len(left.lines) and isinstance(steps[-1], int):
             steps[-1] += 1
@@ -123,20 +125,6 @@ def _worth(old: str, new: str) -> float:
     left, right = _words(old), _words(new)
     likeness = 2 * (left & right).total() / (left.total() + right.total())
     return 0.1 + likeness if kind == "code" else likeness if likeness > DIFFERENT else 0.0
-
-
-def _changes(old: list[str], new: list[str], child: bool) -> Iterator[list[Row]]:
-    """Split one stretch that differs into changes and pair their lines; a child's marker starts a new change."""
-    change: list[Row] = []
-    begun = False
-    for row in _pair_up(old, new):
-        if child and begun and row[1] is not None and markers.MARKER.fullmatch(row[1]):
-            yield change
-            change, begun = [], False
-        change.append(row)
-        begun = begun or _counts(row, child)
-    if change:
-        yield change
 
 
 def _step(row: Row, child: bool) -> str | list:

@@ -4,8 +4,9 @@
     python -m tools.gpu_report                                    # at most 20 minutes: docs/gpus/README.md
     python -m tools.gpu_report --device cpu --only "data_parallel|bare step|train_DDP.py$"          # a short try
 
-The command saves each result at once in --folder. If you start the same command again, after an interruption or when
-the time was over, it skips what is done. `--only` is a regular expression for the names of tests and measurements.
+The command saves each result at once in --folder. If you start the same command again, after an interruption
+or when the time was over, it skips what is done. `--only` is a regular expression for the names of tests and
+measurements.
 """
 import argparse
 import json
@@ -75,8 +76,8 @@ class Tests:
 def run_tests(device: str | None, *options: Any) -> None:
     """Run the tests that are not done, in this process."""
     end_with_parent("SIGINT")
-    kind = "nightly" if device == "cpu" else "gpu"
-    pytest.main(["-m", kind, "-q", str(ROOT / "tests/test_gpu.py")], plugins=[Tests(*options)])
+    pytest.main(["-m", "nightly" if device == "cpu" else "gpu", "-q", str(ROOT / "tests/test_gpu.py")],
+                plugins=[Tests(*options)])
 
 
 class Measurement(NamedTuple):
@@ -94,17 +95,17 @@ def measurements(count: int, device: str | None) -> Iterator[Measurement]:
     """Yield the measurements for `count` GPUs, or for as many CPU processes; the bare step is first and last."""
     where = ["--device", device] if device else []
 
-    def speeds(model: str, epochs: int, scripts: list[list[str]]) -> Iterator[Measurement]:
+    def speeds(model: str, epochs: int, scripts: list[str]) -> Iterator[Measurement]:
         title = f"{model}, digits, batch 128, {count} process{'es' * (count > 1)}"
         task = ["--model", model, "--batch-size", "128", "--epochs", str(epochs), *where]
         several, bare = [*TORCHRUN, f"--nproc-per-node={count}"], ["-m", "benchmarks.loops", "bare", *task]
         yield Measurement(title, "bare step", [*several, *bare])
         if count > 1:
             yield Measurement(title, "one process of it", [*TORCHRUN, "--nproc-per-node=1", *bare])
-        for name, *options in scripts:
-            start = [sys.executable] if name in ("train.py", "train_DP.py", "train_mp.py") else several
-            more = ["--nprocs", str(count)] if name == "train_mp.py" else []
-            yield Measurement(title, " ".join([name, *options]), [*start, name, *options, *more, *task, *OUTPUT])
+        for script in scripts:
+            start = [sys.executable] if script in ("train.py", "train_DP.py", "train_mp.py") else several
+            more = ["--nprocs", str(count)] if script == "train_mp.py" else []
+            yield Measurement(title, script, [*start, *script.split(), *more, *task, *OUTPUT])
         if model in ("cnn", "resnet18"):
             yield Measurement(title, "train_DDP.py, TF32 off", [*several, "train_DDP.py", *task, *OUTPUT],
                               {"NVIDIA_TF32_OVERRIDE": "0"})
@@ -112,13 +113,11 @@ def measurements(count: int, device: str | None) -> Iterator[Measurement]:
 
     small, large = ("cnn", "vit") if device == "cpu" else ("resnet18", "vit_base")
     yield from speeds(small, 8, [
-        ["train.py"], ["train_DDP.py"], ["train_amp.py", "--precision", "bf16"],
-        ["train_amp.py", "--precision", "fp16"], ["train_DP.py"], ["train_mp.py"],
-        ["train_elastic.py"], ["train_grad_accum.py", "--accum-steps", "2"],
-        ["train_combined.py", "--accum-steps", "2", "--precision", "fp16"], ["train_FSDP.py"], ["train_DCP.py"]])
-    yield from speeds(large, 3, [
-        ["train_DDP.py"], ["train_FSDP.py"], ["train_FSDP.py", "--bf16"], ["train_DCP.py"],
-        *([["train_TP.py"], ["train_PP.py"]] if count > 1 else [])])
+        "train.py", "train_DDP.py", "train_amp.py --precision bf16", "train_amp.py --precision fp16",
+        "train_DP.py", "train_mp.py", "train_elastic.py", "train_grad_accum.py --accum-steps 2",
+        "train_combined.py --accum-steps 2 --precision fp16", "train_FSDP.py", "train_DCP.py"])
+    yield from speeds(large, 3, ["train_DDP.py", "train_FSDP.py", "train_FSDP.py --bf16", "train_DCP.py",
+                                 *["train_TP.py", "train_PP.py"] * (count > 1)])
     yield Measurement("Memory", "benchmarks.memory", [
         sys.executable, "-m", "benchmarks.memory", "--model", large, "--processes", str(count), "--scripts",
         "train_DDP.py", "train_FSDP.py", "--device", device or "cuda"])
@@ -184,17 +183,17 @@ def write(path: Path, notes: dict[str, dict], wanted: list[Measurement]) -> None
     minutes = sum(each.get("seconds", 0) for each in notes.values()) / 60
     gpus = "; ".join(f"{count} x {name}" for name, count in Counter(here["gpus"]).items())
     parts = [f"# {gpus or 'none'}, torch {here['torch']}",
-             f"`python -m tools.gpu_report`, commit {here['commit']}, {here['date']}; it took {minutes:.0f} minutes.",
+             f"`python -m tools.gpu_report`, commit {here['commit']}, {here['date']}; {minutes:.0f} minutes.",
              "## Tests",
              f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not run. Tests that did not run prove nothing.",
              table(["test", "result", "s", "said"], (
-                 [f"`{name}`", WORDS[found["result"]], f"{found['seconds']:.0f}", found["said"].replace("|", "\\|")]
-                 for name, found in tests.items()))]
+                 [f"`{name}`", WORDS[found["result"]], f"{found['seconds']:.0f}",
+                  found["said"].replace("|", "\\|")] for name, found in tests.items()))]
     for title in dict.fromkeys(line.table for line in wanted):
         lines = [line for line in wanted if line.table == title]
         found = notes.get(lines[0].name, {"result": "skipped"})
-        of_benchmark = lines[0].what.startswith("benchmarks.")
-        parts += [f"## {title}", found.get("said", WORDS[found["result"]]) if of_benchmark else of_speed(lines, notes)]
+        said = found.get("said", WORDS[found["result"]])
+        parts += [f"## {title}", said if lines[0].what.startswith("benchmarks.") else of_speed(lines, notes)]
     failed = {name: each["text"] for name, each in notes.items() if each.get("result") == "failed"}
     parts += ["## Failures"] * bool(failed)
     parts += [f"`{name}`\n\n```text\n{text[-3000:]}\n```" for name, text in failed.items()]
@@ -215,14 +214,15 @@ def main() -> None:
     notes, report = folder / "notes.json", folder / "report.md"
     gpus = [] if args.device == "cpu" else ask(sys.executable, "-c", ASK).splitlines()
     here = {"gpus": gpus, "torch": version("torch"), "commit": ask("git", "describe", "--always", "--dirty")}
-    if not here.items() <= read(notes).get("machine", {}).items():  # another machine, torch or commit: start over
+    if not here.items() <= read(notes).get("machine", {}).items():  # something differs: start over
         notes.unlink(missing_ok=True)
         details = [ask(sys.executable, "-m", "torch.utils.collect_env"), ask("nvidia-smi", "topo", "-m")]
         note(notes, "machine", **here, details="\n\n".join(details).strip(), date=time.strftime("%Y-%m-%d"))
     count = len(gpus) or 2 * (args.device == "cpu")
     planned = measurements(count, args.device) if count else ()
     wanted = [each for each in planned if re.search(args.only, each.name)]
-    tests = multiprocessing.get_context("spawn").Process(target=run_tests, args=(args.device, notes, args.only))
+    spawn = multiprocessing.get_context("spawn")
+    tests = spawn.Process(target=run_tests, args=(args.device, notes, args.only))
     tests.start()
     tests.join(SHARE * 60 * args.minutes)
     if tests.is_alive():

@@ -21,8 +21,9 @@ CLASSES = [  # for the colors in page.css; the first match wins
 TRAP = re.compile(r"([SDPEYFL]\d+) (.+)")
 CODE = r"```python\n(?P<{}>(?s:.+?))\n```"
 TEXT = r"(?s:(?:(?!\n\*\*).)+)"  # up to the next field
-FORM = re.compile(rf"### (?P<name>[SDPEYFL]\d+) (?P<title>.+)\n\n\*\*Symptom:\*\* {TEXT}\n\*\*Cause:\*\* {TEXT}\n"
-                  rf"\*\*Wrong:\*\*\n\n{CODE.format('wrong')}\n\n\*\*Right:\*\*\n\n{CODE.format('right')}"
+FORM = re.compile(rf"### (?P<name>[SDPEYFL]\d+) (?P<title>.+)\n\n\*\*Symptom:\*\* {TEXT}\n"
+                  rf"\*\*Cause:\*\* {TEXT}\n\*\*Wrong:\*\*\n\n{CODE.format('wrong')}\n\n"
+                  rf"\*\*Right:\*\*\n\n{CODE.format('right')}"
                   rf"(?:\n\n\*\*Script:\*\* `(?P<beside>.+)`)?(?:\n\n\*\*Read:\*\* {TEXT})?")
 PAGES = ["pitfalls.md", "one-process.md"]
 INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- end of index -->)", re.S)
@@ -59,7 +60,7 @@ class Mutation:
         pattern = "\n".join([f"^( *){first}", *(rf"\1{line}" if line else "" for line in rest)]) + "\n"
         found = list(re.finditer(pattern, text, re.M))
         if len(found) != 1:
-            raise TextError(f"mutations.txt: {self.name}: {self.file} has its right lines {len(found)} times, not once")
+            raise TextError(f"mutations.txt: {self.name}: {self.file} has its right lines {len(found)} times")
         wrong = textwrap.indent(self.wrong, found[0][1]) + "\n" * bool(self.wrong)
         return text[:found[0].start()] + wrong + text[found[0].end():]
 
@@ -86,7 +87,7 @@ def read_traps(docs: Path, mutations: dict[str, Mutation]) -> dict[str, Trap]:
                 continue
             match = FORM.fullmatch(section.rstrip())
             if not match or match["name"] in traps or match["name"] not in mutations:
-                raise TextError(f"{path.name}: not a new name of mutations.txt, or not of the required form: {section}")
+                raise TextError(f"{path.name}: not a new name of mutations.txt, or not of the form: {section}")
             traps[match["name"]] = Trap(**match.groupdict(""))
     return traps
 
@@ -148,7 +149,8 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
     markdown = MarkdownIt("commonmark").enable("table")
     for rule in (fence, image, link_open):
         markdown.add_render_rule(rule.__name__, rule)
-    text = re.sub(r"^(<!--.*-->|\*\*Script:\*\* .*)\n", "", text, flags=re.M)  # only the comparison uses these
+    # only the comparison uses these
+    text = re.sub(r"^(<!--.*-->|\*\*Script:\*\* .*)\n", "", text, flags=re.M)
     first, *sections = re.split(r"^(?=###? )", text, flags=re.M)
     parts = [markdown.render(first)]
     for section in sections:
@@ -156,8 +158,9 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
         title, content = heading.lstrip("# "), markdown.render(body)
         name, shown = identify(title), inline(title)
         here = f' <a class="here" href="#{name}" aria-label="link to {name}">#</a>'
-        parts.append(f'<article id="{name}"><h4>{shown}{here}</h4>{content}</article>' if heading.startswith("### ")
-                     else f'<h3 id="{name}">{shown}</h3>{content}')
+        of_article = f'<article id="{name}"><h4>{shown}{here}</h4>{content}</article>'
+        of_part = f'<h3 id="{name}">{shown}</h3>{content}'
+        parts.append(of_article if heading.startswith("### ") else of_part)
     whole = re.sub(r"<p>(<figure.*?</figure>)</p>", r"\1", "".join(parts), flags=re.S)
     return re.sub(r"(<p><strong>(Wrong|Right):</strong></p>\n<pre)",
                   lambda match: f'{match[1]} class="{match[2].lower()}"', whole)

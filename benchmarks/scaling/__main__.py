@@ -1,7 +1,7 @@
 """Predict the efficiency of DDP and of meshes on up to 1,024 processes.
 
-    python -m benchmarks.scaling                                   # writes the marked parts of docs/scaling.md
-    python -m benchmarks.scaling --parameters 25.6e6 --step 0.12   # the efficiency of your own model
+    python -m benchmarks.scaling                                  # writes the marked parts of docs/scaling.md
+    python -m benchmarks.scaling --parameters 25.6e6 --step 0.12  # the efficiency of your own model
 """
 from benchmarks.scaling import meshes
 from benchmarks.scaling import model as ddp
@@ -41,11 +41,6 @@ def plan_of(found: dict[str, dict], kind: str | None = None) -> str:
     return f"{mark}{mesh}, {each['bytes'] / 1e9:.0f} GB, {each['efficiency']:.0%}{mark}"
 
 
-def efficiencies(model: dict, link: dict) -> list[str]:
-    """Return the efficiency of plain DDP on each number of processes."""
-    return [f"{ddp.efficiency(model, count, link):.0%}" for count in ddp.PROCESSES]
-
-
 def render() -> list[str]:
     """Return the generated parts of the page, in page order."""
     fast, slow = ddp.LINKS["400 Gb/s a GPU"], ddp.LINKS["100 Gb/s a host"]
@@ -57,10 +52,10 @@ def render() -> list[str]:
             row, step, sharded = f"{name}, {where}", model["step_seconds"], "-"
             if "units" in model:
                 sharded = f"{step / ddp.sharded_step_time(model, ddp.WORLD, link):.0%}"
-            found = [ddp.efficiency(model, ddp.WORLD, link, **options) for options in ddp.REMEDIES.values()]
+            found = [f"{ddp.efficiency(model, ddp.WORLD, link, **each):.0%}" for each in ddp.REMEDIES.values()]
             limits = [ddp.shortest_step(model, count, link) for count in (8, 64, ddp.WORLD)]
-            remedies.append([row, *(f"{each:.0%}" for each in found), sharded, *map(time_of, [step, *limits])])
-            plain.append([row, *efficiencies(model, link)])
+            remedies.append([row, *found, sharded, *map(time_of, [step, *limits])])
+            plain.append([row, *(f"{ddp.efficiency(model, count, link):.0%}" for count in ddp.PROCESSES)])
     for name, model in meshes.MODELS.items():
         for gpus in meshes.GPUS:
             best, other = (meshes.choose(model, gpus, link) for link in (fast, slow))
@@ -76,7 +71,8 @@ def render() -> list[str]:
     head = ["at 1,024 processes", *ddp.REMEDIES, "FSDP2", "step assumed", "90% on 8: step", "64", "1,024"]
     return [f"{part.strip()}\n" for part in (
         table(head, remedies), table(["plain DDP on", *(f"{count:,}" for count in ddp.PROCESSES)], plain),
-        table(["", *MEMORIES], memory), table(["400 Gb/s a GPU", *KINDS, "best at 100 Gb/s a host"], plans), text)]
+        table(["", *MEMORIES], memory),
+        table(["400 Gb/s a GPU", *KINDS, "best at 100 Gb/s a host"], plans), text)]
 
 
 def main() -> None:
@@ -88,7 +84,8 @@ def main() -> None:
         parser.error("--parameters and --step go together")
     if args.parameters:
         model = {"parameters": args.parameters, "step_seconds": args.step, "on_gpus": True}
-        rows = [[where, *efficiencies(model, link)] for where, link in ddp.LINKS.items()]
+        rows = [[where, *(f"{ddp.efficiency(model, count, link):.0%}" for count in ddp.PROCESSES)]
+                for where, link in ddp.LINKS.items()]
         print(table(["GPUs", *ddp.PROCESSES], rows))
     else:
         fill(PAGE, render(), MARKS)

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import hosts
@@ -47,17 +46,10 @@ def ranks(world, *options, port=None, without=()):
 
 def wait_until_there(port, rank):
     """Wait until a rank has registered in rank 0's store."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore
 
-    end = time.monotonic() + 200
-    while True:
-        with contextlib.suppress(RuntimeError):
-            store = dist.TCPStore("localhost", port, wait_for_workers=False, timeout=datetime.timedelta(seconds=9))
-            while not store.check([f"check.py/facts/{rank}"]):
-                assert time.monotonic() < end
-                time.sleep(0.1)
-            return
-        assert time.monotonic() < end
+    store = TCPStore("localhost", port, wait_for_workers=False, timeout=datetime.timedelta(seconds=200))
+    store.wait([f"check.py/facts/{rank}"])
 
 
 def mounted(folder, size, command):
@@ -120,27 +112,17 @@ def test_a_name_that_leads_nowhere_else_is_named(both):
         assert second.end(60) == 1
 
 
-def test_a_stopped_rank_is_named():
-    """Ranks 0 and 1 connect, then rank 1 is stopped, and only then rank 2 connects."""
-    port = free_port()
-    with ranks(3, "--limit", "40", port=port, without=[2]) as (first, second):
-        wait_until_there(port, 1)
-        os.kill(second.process.pid, signal.SIGSTOP)
-        with ranks(3, "--limit", "40", port=port, without=[0, 1]) as (third,):
-            said = report(first, 1)
-            assert third.end(60) == 1
-    assert names(said)[0] == "silent" and texts(said, "silent").startswith("rank 1 on")
-
-
-def test_a_stopped_store_is_named():
-    """Rank 0 listens but is stopped: the kernel accepts connections, but no process answers."""
-    port = free_port()
-    with ranks(2, "--limit", "40", port=port, without=[1]) as (first,):
-        wait_until_there(port, 0)
-        os.kill(first.process.pid, signal.SIGSTOP)
-        with ranks(2, "--limit", "5", port=port, without=[0]) as (second,):
-            said = report(second, 1)
-    assert names(said)[0] == "store" and "rank 1" in texts(said, "store")
+@pytest.mark.parametrize(("stopped", "limit", "name"), [(1, "40", "silent"), (0, "5", "store")])
+def test_a_stopped_rank_is_named(stopped, limit, name):
+    """The last rank connects when another one is stopped; of rank 0, the kernel still accepts connections."""
+    port, last = free_port(), stopped + 1
+    with ranks(last + 1, "--limit", "40", port=port, without=[last]) as early:
+        wait_until_there(port, stopped)
+        os.kill(early[stopped].process.pid, signal.SIGSTOP)
+        with ranks(last + 1, "--limit", limit, port=port, without=range(last)) as (late,):
+            said = report(early[0] if stopped else late, 1)
+            assert late.end(60) == 1
+    assert names(said)[0] == name and "rank 1 on" in texts(said, name)
 
 
 def test_a_slow_rank_is_named():
@@ -148,7 +130,8 @@ def test_a_slow_rank_is_named():
     with ranks(2, "--limit", "60") as (first, second):
         first.wait_for(" folder| group", 200)
         pid = second.process.pid
-        with Live("sh", "-c", f"while kill -STOP {pid} && sleep 0.2 && kill -CONT {pid}; do sleep 0.05; done"):
+        cycle = f"while kill -STOP {pid} && sleep 0.2 && kill -CONT {pid}; do sleep 0.05; done"
+        with Live("sh", "-c", cycle):
             first.wait_for(" bandwidth", 200)
         os.kill(pid, signal.SIGCONT)
         said = report(first, 0)

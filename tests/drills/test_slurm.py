@@ -17,7 +17,8 @@ def environment():
 
 
 def srun(environment, *options):
-    return lambda *command: run("srun", "--kill-on-bad-exit=1", *options, *command, env=FROM_ROOT | environment)
+    start = ["srun", "--kill-on-bad-exit=1", *options]
+    return lambda *command: run(*start, *command, env=FROM_ROOT | environment)
 
 
 def batch(environment, log, *command):
@@ -99,7 +100,8 @@ def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
     def pending():
         return "JobState=PENDING" in ask("scontrol", "show", "job", number)
 
-    with Live("sbatch", "--wait", "--parsable", "-o", log, *arguments, tmp_path / "elastic", env=environment) as job:
+    submit = ["sbatch", "--wait", "--parsable", "-o", log, *arguments, tmp_path / "elastic"]
+    with Live(*submit, env=environment) as job:
         number = job.wait_for(r"^\d+$")
         for count, command in enumerate((["scontrol", "requeue"], ["scancel", "--signal=USR1"])):
             wait_for(lambda: f"epoch {3 * count + 2:3}/" in log.read_text())  # noqa: B023
@@ -107,7 +109,8 @@ def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
             wait_for(pending)
             # Slurm would wait for two minutes, in which what is left of the first start ends
             wait_for(lambda: not ask("pgrep", "-f", rf"slurmstepd: \[{number}\."))
-            wait_for(lambda: not ask("scontrol", "update", f"jobid={number}", "StartTime=now") and not pending())
+            now = ["scontrol", "update", f"jobid={number}", "StartTime=now"]
+            wait_for(lambda: not ask(*now) and not pending())  # noqa: B023
             assert log.read_text().count("stopped by a signal and saved") == count + 1, log.read_text()
         assert job.end(240) == 0, log.read_text()
     said = log.read_text()

@@ -99,7 +99,8 @@ def test_a_file_crosses(runs, tmp_path, writer):
 def test_a_trace_shows_what_each_step_does_and_sends(tmp_path):
     """A step has five micro-batches but sends gradients once; without no_sync(), it would send them five times."""
     rare = ["--log-every", "50", "--snapshot-every", "50"]  # the loss would travel, too
-    good(run(*command("train_combined.py"), *SAME, "--epochs", "1", "--profile", *rare, "--output-dir", tmp_path))
+    good(run(*command("train_combined.py"), *SAME, "--epochs", "1", "--profile", *rare, "--output-dir",
+             tmp_path))
     for rank in (0, 1):
         events = json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
         names = [event["name"] for event in events if event.get("ph") == "X"]
@@ -114,8 +115,9 @@ TWO = [*TORCHRUN, "--nproc-per-node=2"]
 
 def kept(launcher, script, batch_size, folder, *more):
     """Train for two epochs; return the checksums of each rank's masks."""
-    out = good(run(*launcher, PROGRAMS / "around.py", "dropout", script, "--batch-size", batch_size, "--epochs", "2",
-                   "--save-every", "1", "--workers", "0", "--output-dir", folder, *more, env=FROM_ROOT)).out
+    out = good(run(*launcher, PROGRAMS / "around.py", "dropout", script, "--batch-size", batch_size,
+                   "--epochs", "2", "--save-every", "1", "--workers", "0", "--output-dir", folder, *more,
+                   env=FROM_ROOT)).out
     return {rank: re.findall(rf"kept {rank} (\d+)", out) for rank in "01"}
 
 

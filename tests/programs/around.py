@@ -22,11 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 def last_threads():
     """At the very end, print which threads of the process are left."""
     tasks = Path("/proc/self/task")
-    atexit.register(lambda: print("threads:", sorted((task / "comm").read_text().strip() for task in tasks.iterdir())))
+
+    @atexit.register
+    def show():
+        print("threads:", sorted((task / "comm").read_text().strip() for task in tasks.iterdir()))
 
 
 def mirror(address, resources):
-    """Use a mirror for Fashion-MNIST, with a list of [file, MD5 sum] in JSON; FileLock logs when a process waits."""
+    """Use a mirror for Fashion-MNIST, whose files and MD5 sums are in JSON; FileLock logs when a process waits."""
     from torchvision.datasets import FashionMNIST
 
     logging.basicConfig()
@@ -49,7 +52,7 @@ def no_waiting():
 
 
 def waiting_destroy(folder):
-    """Let destroying the process group wait until every process does so, and has written a file to the folder.
+    """Let destroying the process group wait until every process does so and has written a file to `folder`.
 
     NCCL's documentation calls ncclCommDestroy collective within a node.
     """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.storages import Storages
+from benchmarks.memory import Storages
 from common import folders, initial, layers, models, pipeline, shards
 from common.errors import UsageError
 
