@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from common.datasets import loader_options
 
 if __name__ == "__main__":
-    numbers = range(10**6)
+    numbers = [(number, number) for number in range(1000)]
     options = loader_options(2, torch.device("cpu"), numbers) | {"multiprocessing_context": sys.argv[1]}
     for _ in DataLoader(numbers, 1, **options):
         print("reading", flush=True)
