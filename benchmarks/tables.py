@@ -116,8 +116,7 @@ def memory_table(content: dict) -> str:
 
     rows = []
     if content["arguments"]["dataset"] == "tokens":  # the meshes of the language model
-        head = ["script", "processes", "tokens per window", "held", "by the formula", "peak in a step",
-                "by the formula"]
+        head = ["script", "processes", "tokens per window", "held", "predicted", "peak in a step", "predicted"]
         for run in content["runs"]:
             pairs = [(largest(run, when), run["predicted"][when] / 2**20) for when in ("held", "peak")]
             rows.append([f"`{run['script']}`", run["processes"], run["length"],

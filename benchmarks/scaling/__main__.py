@@ -13,7 +13,7 @@ MARKS = "<!-- scaling -->\n", "<!-- /scaling -->\n"
 SIZES = {"3 billion parameters": 3e9, "7 billion parameters": 7e9, "70 billion parameters": 70e9}
 MEMORY = 80e9  # bytes of an H100
 # bytes per parameter: weights 4, gradients (views into DDP's buckets) 4, momentum 4 or Adam's two averages 8
-MEMORIES = {"DDP, SGD": 12, "DDP, Adam": 16, "FSDP2, Adam, 8": 16 / 8, "64": 16 / 64, "1,024": 16 / 1024}
+MEMORIES = {"DDP, SGD": 12, "DDP, Adam": 16, "FSDP2, Adam, on 8": 16 / 8, "on 64": 16 / 64, "on 1,024": 16 / 1024}
 KINDS = ["FSDP2", "FSDP2, TP", "FSDP2, PP", "FSDP2, TP, PP"]
 
 
@@ -43,7 +43,7 @@ def plan_of(found: dict[str, dict], kind: str | None = None) -> str:
 
 def render() -> list[str]:
     """Return the generated parts of the page, in page order."""
-    fast, slow = ddp.LINKS["400 Gb/s a GPU"], ddp.LINKS["100 Gb/s a host"]
+    fast, slow = ddp.LINKS["400 Gb/s per GPU"], ddp.LINKS["100 Gb/s per host"]
     remedies, plain, plans = [], [], []
     for name, model in ddp.MODELS.items():
         for where, link in ddp.LINKS.items():
@@ -66,13 +66,13 @@ def render() -> list[str]:
     text = TEXT.read_text().format(
         **ddp.STEP, models=ddp.MODELS, batch=meshes.BATCH, sums=meshes.SUMS, limit=size_of(meshes.LIMIT),
         titan=meshes.torchtitan(), size={name: size_of(4 * size) for name, size in sizes.items()},
-        ms=ddp.STEP["steps"]["as the scripts"]["milliseconds"], gflop=ddp.RESNET_FLOP / 1e9,
+        ms=ddp.STEP["steps"]["as in the scripts"]["milliseconds"], gflop=ddp.RESNET_FLOP / 1e9,
         rings=ddp.efficiency(ddp.MODELS["1B transformer"], ddp.WORLD, fast, trees=False))
-    head = ["at 1,024 processes", *ddp.REMEDIES, "FSDP2", "step assumed", "90% on 8: step", "64", "1,024"]
+    head = ["at 1,024 processes", *ddp.REMEDIES, "FSDP2", "assumed step", "step for 90% on 8", "on 64", "on 1,024"]
     return [f"{part.strip()}\n" for part in (
         table(head, remedies), table(["plain DDP on", *(f"{count:,}" for count in ddp.PROCESSES)], plain),
         table(["", *MEMORIES], memory),
-        table(["400 Gb/s a GPU", *KINDS, "best at 100 Gb/s a host"], plans), text)]
+        table(["model, GPUs with 400 Gb/s each", *KINDS, "best at 100 Gb/s per host"], plans), text)]
 
 
 def main() -> None:

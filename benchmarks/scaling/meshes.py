@@ -119,6 +119,6 @@ def rank(found: dict) -> tuple[bool, float]:
 def torchtitan() -> dict[str, float]:
     """Return the speed of 128 GPUs relative to 8, and how many GiB less each needs, for Llama 3.1 8B."""
     few, many = Plan(8, 1, 1, sequences=2), Plan(128, 1, 1, sequences=2)
-    speed = [efficiency(PUBLISHED, plan, LINKS["400 Gb/s a GPU"]) for plan in (few, many)]
+    speed = [efficiency(PUBLISHED, plan, LINKS["400 Gb/s per GPU"]) for plan in (few, many)]
     less = memory(PUBLISHED, few) - memory(PUBLISHED, many)
     return {"speed": speed[1] / speed[0], "less": less / 2 ** 30}

@@ -19,7 +19,7 @@ STEP = json.loads((ROOT / "benchmarks/results/step-amd-epyc-digits-cnn.json").re
 RESNET_FLOP = 24.3e9  # forward and backward of one 224x224 image, counted
 MODELS = {  # a step takes 128 images on each CNN process, 256 images on each GPU, or 8 * 2,048 tokens
     "CNN": {"parameters": 84_778, "on_gpus": False,
-            "step_seconds": STEP["steps"]["as the scripts"]["milliseconds"]["median"] / 1000},
+            "step_seconds": STEP["steps"]["as in the scripts"]["milliseconds"]["median"] / 1000},
     "ResNet-50": {"parameters": 25_557_032, "on_gpus": True, "step_seconds": 256 * RESNET_FLOP / FLOPS},
     "1B transformer": {"parameters": 1_013_669_888, "on_gpus": True, "units": 21,  # 3 at the ends, 18 layers
                        "step_seconds": 6 * 1_013_669_888 * 8 * 2048 / FLOPS}}  # arXiv:2001.08361, section 2.1

@@ -1,13 +1,12 @@
 """Other launchers: the manifest's command on two nodes, and train_DDP.py in the workers of Ray Train."""
-import contextlib
 import os
 import re
 import signal
+import subprocess
 
 import pytest
 import yaml
 from conftest import PYTHON, REFERENCE, ROOT, TORCHRUN, distance, epochs, free_port, good, run
-from live import Live
 
 ARGUMENTS = REFERENCE[1:]
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -18,14 +17,14 @@ def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(referenc
     manifest = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
     _, script, *arguments = manifest["spec"]["trainer"]["command"]
     small = [*arguments, *ARGUMENTS, "--dataset=digits", "--model=cnn", "--weight-decay=1e-4"]
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(Live(
-            *TORCHRUN, ROOT / script.rsplit("/", 1)[1], *small, f"--output-dir={tmp_path / 'kubeflow'}",
-            env=CPU | {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": rank,
-                       "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)})) for rank in "01"]
-        assert [node.end(180) for node in nodes] == [0, 0]
-    said = ["\n".join(node.out) for node in nodes]
+    nodes, port = [], free_port()
+    for rank in range(2):
+        pet = dict(PET_NNODES="2", PET_NPROC_PER_NODE="1", PET_NODE_RANK=str(rank), PET_MASTER_ADDR="localhost",
+                   PET_MASTER_PORT=str(port))
+        command = [*TORCHRUN, str(ROOT / script.rsplit("/", 1)[1]), *small, f"--output-dir={tmp_path / 'kubeflow'}"]
+        nodes.append(subprocess.Popen(command, env=os.environ | CPU | pet, stdout=subprocess.PIPE, text=True))
+    said = [node.communicate(timeout=180)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
     assert "2 process(es) x 1 micro-batch x 48" in said[0] and len(epochs(said[0])) == 2 and not epochs(said[1])
     assert distance(tmp_path / "kubeflow/last.pt", reference) < 1e-5
 
@@ -51,10 +50,15 @@ def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, t
 def test_ray_starts_again_what_died(ray_environment, tmp_path):
     command = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--max-failures", "1", "--", *ARGUMENTS,
                "--epochs", "6", "--resume", "auto", "--output-dir", tmp_path / "out"]
-    with Live(*command, env=ray_environment) as driver:
-        victim = re.search(r"pid=(\d+)", driver.wait_for(r"pid=\d+\) world_rank=1,"))[1]
-        driver.wait_for("epoch   1/6")
-        os.kill(int(victim), signal.SIGKILL)
-        assert driver.end(240) == 0
-    said = "\n".join(driver.out + driver.err)
+    driver = subprocess.Popen([str(part) for part in command], env=os.environ | ray_environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    victim, said = None, []
+    for line in driver.stdout:
+        said.append(line)
+        if found := re.search(r"pid=(\d+)\) world_rank=1,", line):
+            victim = victim or int(found[1])
+        if victim and "epoch   1/6" in line:
+            os.kill(victim, signal.SIGKILL)
+    said = "".join(said)
+    assert driver.wait(60) == 0, said[-3000:]
     assert re.search(r"resume \S+: epoch \d is done", said) and "epoch   6/6" in said
