@@ -1,6 +1,7 @@
 """tools/gpu_report.py: what its report says of tests and measurements, and that docs/gpus says what it has."""
 import os
 import subprocess
+from types import SimpleNamespace
 
 import gpu_report
 import pytest
