@@ -10,7 +10,8 @@ from pathlib import Path
 from . import recording
 from .comparing import Failure
 
-SITE = """import importlib.machinery, importlib.util, os, runpy, sys
+SITE = """import gc, importlib.machinery, importlib.util, os, runpy, sys
+gc.set_threshold(10_000)  # with the default, 700, an eighth of the time to load torch would go to the collector
 class OnTorch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
