@@ -89,7 +89,7 @@ def floor_table(content: dict) -> str:
     ratios = "; ".join(f"{name} {value['median']:.2f}" for name, value in content["ratios"].items())
     return ("Interleaved (`python -m benchmarks.floor`): "
             + caption(content, count(args["rounds"], "round"), count(args["processes"], "process", "es"))
-            + table(["what", "images/s", "relative to bare step", "start-up, s", "between epochs, s"], rows)
+            + table(["loop", "images/s", "relative to bare step", "start-up, s", "between epochs, s"], rows)
             + f"\n\n{ratios}.")
 
 
@@ -101,7 +101,7 @@ def step_table(content: dict) -> str:
              f"{row['first_step_seconds']:.1f}", f"{row['peak_mib']:,.0f} MiB" if row["peak_mib"] else "-"]
             for name, row in content["steps"].items()]
     return ("One step (`python -m benchmarks.step`): " + caption(content, count(args["rounds"], "round"))
-            + table(["step", "ms", "times as fast", "first step, s", "peak memory"], rows)
+            + table(["step", "ms", "relative speed", "first step, s", "peak memory"], rows)
             + f"\n\nMatrix products run at {rates['float32']:,.0f} GFLOP/s in float32 and {rates['bfloat16']:,.0f} in "
             f"bfloat16. The forward and backward passes of one image take {content['operations_per_image'] / 1e6:,.1f} "
             f"MFLOP. At the rate of the matrix products, these passes would take {around(share, '.0%')} of the step's "
@@ -110,7 +110,7 @@ def step_table(content: dict) -> str:
 
 
 def memory_table(content: dict) -> str:
-    """Return a table of memory.py's results: of each launch, the largest process, in MiB, compared."""
+    """Return a table of memory.py's results: the memory of each launch's largest process, in MiB."""
     def largest(run: dict, when: str, *parts: str) -> float:
         return max(sum(rank[when][part] for part in parts or rank[when]) for rank in run["ranks"]) / 2**20
 
@@ -164,8 +164,8 @@ def language_table(content: dict) -> str:
     return ("Language (`python -m benchmarks.language`): "
             + caption(content, count(args["epochs"] - 1, "round"), f"{args['length']} tokens per window",
                       f"{args['epochs'] * (args['windows'] // args['batch_size']):,} steps")
-            + table(["what", "parameters", "tokens/s", "speed of train_lm.py, divided by this", "validation loss",
-                     "epochs until train_lm.py reaches it"], rows))
+            + table(["program", "parameters", "tokens/s", "speed of train_lm.py relative to this", "validation loss",
+                     "epochs until train_lm.py reaches this loss"], rows))
 
 
 def ratio_table(contents: list[dict]) -> str:
@@ -183,7 +183,7 @@ def ratio_table(contents: list[dict]) -> str:
 
 
 def pages() -> dict[str, list[str]]:
-    """Return {page: [the text between each pair of marks on it]}, all made from the committed results."""
+    """Return the texts between each page's pairs of marks, generated from the committed results."""
     floors, memory = read("floor"), read("memory")
     meshes = [content for content in memory if content["arguments"]["dataset"] == "tokens"]
     parts = [map(compare_table, read("compare")), [ratio_table(floors)], map(floor_table, floors),
