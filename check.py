@@ -4,11 +4,12 @@
     srun ... python check.py --folder /shared/runs --params 100M
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
-Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0: fit to train. 1: a finding
-prevents training. 2: wrong usage. Launchers report any failure as 1. If a stage or a single measurement takes longer
-than --limit, the report names the stage and the ranks that are missing, silent or unreachable. While torchrun itself
-waits for a host, it does not start this file. In this case, start the ranks by hand, as in the third command. Bus
-bandwidth is defined as in nccl-tests: for any number of ranks, you can compare it with the speed of the links.
+Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0 means fit to train, 1 means that
+a finding prevents training, and 2 means wrong usage. Launchers report any failure as 1. If a stage or a single
+measurement takes longer than --limit, the report names the stage and the ranks that are missing, silent or unreachable.
+While torchrun itself waits for a host, it does not start this file. In this case, start the ranks by hand, as in the
+third command. Bus bandwidth is defined as in nccl-tests: for any number of ranks, you can compare it with the speed of
+the links.
 """
 import argparse
 import contextlib
@@ -58,7 +59,7 @@ REMEDIES = {  # what to do about each finding, worst first
     "clock": "synchronize the clocks (chrony): logs and file times disagree"}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the old name, before torch 2.14
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-COLLECTIVES = {  # name: (bytes on the bus per byte, if there are many ranks; the call; the index of the result tensor)
+COLLECTIVES = {  # name: (bytes on the bus per byte of data, for many ranks; the call; the index of the result tensor)
     "all-reduce": (2, lambda whole, part, other: dist.all_reduce(whole), 0),
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
@@ -115,7 +116,7 @@ def judge(everyone):
 
 
 def place(env):
-    """Return (rank, world size, rank on this host, address of rank 0, its port), as torchrun or Slurm set them."""
+    """Return (rank, world size, rank on this host, address of rank 0, its port), as torchrun or Slurm sets them."""
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
         return 0, 1, 0, "localhost", 0
     if "RANK" not in env:
@@ -152,7 +153,7 @@ def describe(rank, device):
              "slower": 1.0, "clock": 0.0}  # defaults, which later stages replace
     facts["unused"] = bool(facts["driver"]) and not torch.cuda.is_available()
     group = Path("/sys/fs/cgroup" + (read("/proc/self/cgroup", "^0::(.*)") or "/"))
-    for folder in [group, *group.parents]:  # the limits of a container or a Slurm job; "max" means none
+    for folder in [group, *group.parents]:  # the limits of a container or a Slurm job; "max" means no limit
         quota, period = (read(folder / "cpu.max") or "max 1").split()
         facts["quota"] = min(facts["quota"], int(quota) / int(period) if quota != "max" else 2**20)
         if limit := read(folder / "memory.max", r"(\d+)"):
@@ -167,7 +168,7 @@ def describe(rank, device):
 def listen(nccl, name):
     """Serve this process's name and clock where the backend would listen; return (interface, address, port).
 
-    Without *_SOCKET_IFNAME, NCCL uses an interface that is not loopback or Docker's; gloo uses the host name's address.
+    Without *_SOCKET_IFNAME, NCCL uses an interface other than loopback and Docker's; gloo uses the host name's address.
     """
     found = {"lo": "127.0.0.1"}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -194,7 +195,7 @@ def listen(nccl, name):
 
 
 def visit(peer):
-    """Return a pair: why the `peer` cannot be reached, or None; by how many seconds its clock is ahead.
+    """Return (why the `peer` cannot be reached, or None; the number of seconds by which its clock is ahead).
 
     `peer` is (name, interface, address, port).
     """
@@ -272,7 +273,10 @@ class Team:
             self.end(finding("store", f"rank {self.rank}: the store at {self.head}:{self.port} does not answer"))
 
     def find_out(self):
-        """Tell the other ranks that a stage takes too long, and see which ranks answer; the lowest of these reports."""
+        """Tell the other ranks that a stage takes too long, and see which ranks answer.
+
+        The lowest rank that answers reports.
+        """
         where, me = f"{self.head}:{self.port}", f"rank {self.rank} on {socket.gethostname()}"
         if self.stage in ("name", "port"):
             what = "resolve" if self.stage == "name" else "reach"
@@ -308,7 +312,8 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # If a rank exits, the launcher kills the rest: report first. The reporter serves the store: end it last
+            # When a rank exits, the launcher kills the others, so they all wait for the report. The reporting rank may
+            # serve the store, so it exits last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:
@@ -353,7 +358,7 @@ def check_folder(team, folder):
             news["locked"] = 0 if isinstance(error, BlockingIOError) else 2
     team.exchange("locked")
     end = time.monotonic() + 0.5
-    while file and time.monotonic() < end:  # rank 0 replaces the file, and the others see the old or the new one
+    while file and time.monotonic() < end:  # rank 0 replaces the file; others must see either version
         with noting():
             if team.rank == 0:
                 own.write_text(str(time.time_ns() % 10) * 2**16)
@@ -425,7 +430,7 @@ def measure(team, device):
 
 
 def multiply(device):
-    """Return the mean time in seconds of a matrix product, repeated for a second; the mean includes pauses."""
+    """Return the mean time of a matrix product, in seconds, measured for one second; the mean includes pauses."""
     size, dtype, count = (512, torch.float32, 1) if device.type == "cpu" else (4096, torch.bfloat16, 20)
     matrices, times = torch.randn(2, size, size, device=device, dtype=dtype), []
     seconds(torch.matmul, matrices, 3)
@@ -508,8 +513,8 @@ def count(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir's")
-    parser.add_argument("--params", type=count, help="size of your model, such as 100M, to predict a step's wait")
+    parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir")
+    parser.add_argument("--params", type=count, help="parameters of your model, such as 100M: predict a step's wait")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")
     parser.add_argument("--cpu", action="store_true", help="use the CPUs even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

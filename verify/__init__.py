@@ -3,9 +3,9 @@
     python -m verify "python train.py --epochs 2" "torchrun --nproc-per-node=2 train_DDP.py --epochs 2"
     python -m verify --watch "torchrun --nproc-per-node=2 train_DDP.py --epochs 2"
 
-The programs need no changes. This folder needs only torch, so you can copy it anywhere. Exit code 0: the same model.
-Exit code 1: different models; the output names the first step and parameter that differ, and the likely cause. Exit
-code 2: the runs are not comparable, or the usage is wrong.
+The programs need no changes. This folder needs only torch, so you can copy it anywhere. Exit code 0 means the same
+model. Exit code 1 means different models; the output names the first step and parameter that differ, and the likely
+cause. Exit code 2 means that the runs are not comparable, or that the usage is wrong.
 
 A hook runs in every Python process that imports torch (`recording.py`). The hook makes float64 the default type, and
 replaces float32 with float64 in batches and casts. Within optimizer steps, it also replaces casts to 16 bits. So two
@@ -27,7 +27,7 @@ differ cause only a note, because in many programs, each process prints the loss
 replicas, learning rates and numbers of steps are equal on all ranks; no two ranks read the same samples; each epoch has
 a different order; all parameters change and stay finite.
 
-The commands must start from scratch with fixed seeds, and neither may read what the other one writes. No rank may
+The commands must start from scratch with fixed seeds, and neither may read files that the other writes. No rank may
 restart. The hook does not see steps in a CUDA graph, optimizers that do not derive from torch.optim.Optimizer, or
 processes that run Python with `-E`, `-I` or `-S`. The hook gathers DTensors. `verify` uses the initial weights to match
 pipeline stages, and parts of tensors, with the whole tensors of the other command. `verify` cannot match the flat

@@ -112,7 +112,7 @@ def main():
     parser.add_argument("--fresh", nargs="+", default=[], type=Path, metavar="PATH", action="extend",
                         help="delete these outputs of the commands after each run")
     parser.add_argument("--eval-mode", type=lambda text: text.split(","), default=(), metavar="CLASS,...", help="keep "
-                        "modules in evaluation mode in both runs if their class name contains a CLASS, such as Dropout")
+                        "modules whose class name contains a CLASS, such as Dropout, in evaluation mode in both runs")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.error = lambda message: parser.exit(2, f"verify: {message}; see --help\n")
     args = parser.parse_args()

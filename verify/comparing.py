@@ -8,7 +8,7 @@ from .records import Run, apart, match, worst
 
 
 class Limits(NamedTuple):
-    """Two runs differ if a difference exceeds both `low` and 1000 times the greatest earlier one, or exceeds `high`."""
+    """Two runs differ if a difference exceeds `high`, or exceeds both `low` and 1000 times the greatest earlier one."""
 
     low: float
     high: float
@@ -39,8 +39,8 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
             calm=False):
     """Compare the records of two commands, or of two runs of one command (`again`), and return the report.
 
-    For each command, `failed` has a Failure or None, and `printed` has its output. `cut` is true if a limit ended the
-    runs, and `calm` if the runs draw no random numbers.
+    With `native`, the runs used their own precision. For each command, `failed` has a Failure or None, and `printed`
+    has its output. `cut` is true if the number of steps was limited, and `calm` if the runs draw no random numbers.
     """
     a, b = Run.read(folder_a, "A"), Run.read(folder_b, "B")
     sixteen = native and {"torch.float16", "torch.bfloat16"} & (a.flags | b.flags)
@@ -137,7 +137,10 @@ def metrics(text):
 
 
 def printed_differ(one, two, tolerance, cut=False):
-    """Return how a metric that both commands print differs, or None. If `cut`, the numbers of values may differ."""
+    """Return text that says how a metric that both commands print differs, or None if none differs.
+
+    With `cut`, the commands may print a metric different numbers of times; otherwise, such a metric is not compared.
+    """
     left, right = metrics(one), metrics(two)
     for name, numbers in left.items():
         others = right.get(name, [])

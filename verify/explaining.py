@@ -1,4 +1,7 @@
-"""The causes of a difference: rules, in the order in which they are tried, and a remedy for each cause."""
+"""The causes of a difference: rules, in the order in which they are tried, and a remedy for each cause.
+
+A rule is a function of a Difference that returns the evidence for its cause, or a false value.
+"""
 import math
 from collections import Counter
 from fractions import Fraction
@@ -50,7 +53,7 @@ REMEDIES = {
 
 
 class Difference:
-    """The first step at which two runs differ, for the rules. `column` is the field of `Row` that differs."""
+    """Describes the first step at which two runs differ. `column` is the field of `Row` that differs."""
 
     def __init__(self, a, b, step, column, pairs):
         self.a, self.b, self.step, self.column, self.pairs = a, b, step, column, pairs
@@ -69,7 +72,7 @@ class Difference:
 
     @cached_property
     def factor(self):
-        """The factor by which all gradients of B exceed those of A, or None if there is no single factor."""
+        """The factor between all gradients of A and those of B, or None if there is no single factor."""
         one, two = max(self.pairs, key=lambda pair: pair[0].grad[0])
         factor = two.grad[0] / (one.grad[0] or math.nan)
         bound = min(1e-6, 1e-3 * abs(factor - 1))
@@ -90,9 +93,9 @@ class Difference:
 
 
 def read_once(run, step, count):
-    """Return a step's samples, sorted, without duplicates if exactly `count` samples then remain.
+    """Return a step's samples, sorted. Count ranks with equal samples once if this leaves exactly `count` samples.
 
-    In tensor and pipeline parallelism, each rank of a group reads all samples.
+    In tensor and pipeline parallelism, each rank of a group reads all samples of the group.
     """
     states, _, samples = run.at(step)
     once = sorted(sum({str(state["samples"]): state["samples"] for state in states}.values(), []))
@@ -211,7 +214,7 @@ def set_epoch(it):
                     not equal(other.at(again)[2], other.at(it.step)[2]):
                 fact = f"{run.label} reads the same samples in steps {it.step + 1} and {again + 1}"
                 one, two = sampler(run), sampler(other)
-                if one != two and "set_epoch" in two:  # Lightning installs this sampler if none shuffles
+                if one != two and "set_epoch" in two:  # as when Lightning replaces a sampler that does not shuffle
                     fact += f" ({one}), {other.label} shuffles ({two})"
                 return fact if "set_epoch" in one else ("samples", fact)
     return None
@@ -249,7 +252,7 @@ def no_backward(it):
 
 
 def old_weight(it):
-    """A rank computes with an old weight, which the optimizer of another rank has since changed."""
+    """A rank computes with the old value of a weight that the optimizer of another rank has since changed."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         new = {f"weight {row.name}": row.value for row in run.at(it.step - 1)[1]} if it.step else {}
         for rank, state in zip(run.ranks, states):
@@ -270,7 +273,7 @@ def buffers(it):
 
 
 def forward(it):
-    """Each rank computes with the whole batch: either all losses are equal, or each rank has parts of the model."""
+    """Each rank computes with the whole batch, and all losses are equal, or each rank has a part of the model."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         alone = all(equal(state["samples"], states[0]["samples"]) for state in states)
         losses = [state["loss"] for state in states]
@@ -305,8 +308,8 @@ RULES = [
 def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     """If the ranks of a run differ, return the cause, evidence, step, parameter and difference; else None.
 
-    `other`, the other command's run, if any, shows whether the ranks have parts of a gradient.
-    Rows whose number is in `skipped` may differ.
+    `other` is the other command's run, if any. It shows whether the ranks have parts of a gradient. Rows whose number
+    is in `skipped` may differ.
     """
     states = run.at(step)[0]
     for rank, state in zip(run.ranks, states):
@@ -343,10 +346,10 @@ def unmatched(rows, others, pairs):
 
 
 def replicas(pairs, others):
-    """Of the pairs of rows of two ranks, return those that are copies of one tensor.
+    """Return those of the `pairs` (the rows of two ranks) that are copies of one tensor.
 
-    Return all pairs if the other run lacks one of the tensors. Pipeline stages, and ranks with different experts, have
-    different tensors of the model.
+    Return all pairs if `others`, the rows of the other run, lack one of the tensors. Pipeline stages, and ranks with
+    different experts, have different tensors of the model.
     """
     counts = [sum(two.shape == row.shape and equal(two.start, row.start) for row in others) for _, two in pairs]
     if not all(counts):
@@ -381,7 +384,7 @@ def first_module(a, b, step):
     """Return the first module whose outputs differ in a step, "" if none differs, or None if this is not known.
 
     Both runs must have recorded the outputs. Outputs are equal if their sums over ranks and micro-batches are equal, or
-    if each rank has all of them. Outputs whose widths differ between the runs are slices, and are not compared.
+    if each rank has all outputs. Outputs whose widths differ between the runs are slices, and are not compared.
     """
     if min(a.length, b.length) <= step:
         return None
@@ -392,14 +395,14 @@ def first_module(a, b, step):
     for name in shared:
         pairs = [(ours[name], theirs[name]), (alone[0][name], alone[1].get(name, [])),
                  (ours[name], alone[1].get(name, []))]
-        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # other sizes have other padding
+        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # different sizes mean different padding
         if pairs and not any(equal(*pair) for pair in pairs):
             return name[0]
     return "" if shared else None
 
 
 def sums(outputs):
-    """Return {(module, width): the sums of its outputs' numbers over ranks and micro-batches}."""
+    """Return {(module, width): the three numbers of its outputs, each summed over ranks and micro-batches}."""
     found = {}
     for name, width, *numbers in (item for items in outputs for item in items):
         key = (name, *width)

@@ -21,7 +21,7 @@ FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave i
 
 
 class Part(NamedTuple):
-    """Where `rows` of a tensor, along `axis`, are in the other command's tensor: at `places` among `total` rows."""
+    """How a tensor is part of the other command's tensor: along `axis`, its `rows` are at `places` among `total`."""
 
     axis: int
     rows: tuple
@@ -37,7 +37,7 @@ class Recorder:
 
         `whole` is the folder of the other command, if that command has ended. The tensors of this command may be parts
         of the tensors recorded there.
-        A module whose class name contains one of the words `resting` stays in evaluation mode.
+        A module whose class name contains one of the words in `resting` stays in evaluation mode.
         """
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -148,7 +148,7 @@ class Recorder:
 
     @functools.cache  # noqa: B019
     def waves(self, shape, device, part=None):
-        """Return a plane wave's real and imaginary part. Projections of a tensor's parts add up to the tensor's."""
+        """Return a plane wave's real and imaginary parts. The projections of all parts add up to the tensor's."""
         phase = self.torch.zeros(shape, dtype=self.torch.float64, device=device)
         for axis, size in enumerate(shape):
             places = part.places if part and part.axis == axis else range(size)
@@ -178,7 +178,7 @@ class Recorder:
         return found
 
     def find_part(self, shape, marks, other, others, known):
-        """Return a tensor's Part if it is a part of `other`, or None. `known` has the rows found so far, by sizes."""
+        """Return a tensor's Part if it is a part of `other`, or None. `known` maps sizes to rows found so far."""
         axes = [axis for axis, pair in enumerate(zip(shape, other)) if pair[0] != pair[1]]
         if len(axes) != 1:
             return None
@@ -306,7 +306,7 @@ class Recorder:
             self.write("begin")
 
     def deliver(self, function, iterator):
-        """Record the samples of a batch that a DataLoader delivers, and return the batch in float64."""
+        """Record the samples of a batch that a DataLoader delivers; return the batch, in float64 unless `native`."""
         torch, tensors = self.torch, []
 
         def visit(value):
@@ -323,7 +323,7 @@ class Recorder:
             self.flags |= {"evaluated"} if self.pending.pop(iterator, None) else set()  # batches with no backward pass
             if id(iterator._dataset) in self.trained and self.torch.is_grad_enabled():
                 sampler = getattr(iterator, "_index_sampler", None)
-                for name in ("batch_sampler", "sampler"):  # accelerate wraps the sampler in another one
+                for name in ("batch_sampler", "sampler"):  # accelerate wraps the sampler in another sampler
                     sampler = getattr(sampler, name, sampler)
                 settable = ", which has set_epoch" * any(hasattr(x, "set_epoch") for x in (sampler, iterator._dataset))
                 self.write("epoch", shuffled=bool(getattr(sampler, "shuffle", False)),
@@ -346,7 +346,7 @@ class Recorder:
         return batch
 
     def sample(self, tensors):
-        """Return (digest, digest of label, number of values) for each sample; augmentation changes only the first."""
+        """Return (digest, digest of label, number of values) for each sample. Augmentation changes only the first."""
         lengths = [len(tensor) for tensor in tensors]
         rows = max(lengths, key=lengths.count, default=0)
         digest, labels = self.torch.zeros(2, rows, dtype=self.torch.float64, device="cpu")
@@ -448,7 +448,7 @@ class Recorder:
         self.count += 1
         if self.count == self.steps:
             open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
-            while os.path.isdir(self.folder):  # other ranks may still need this rank: wait until verify kills all
+            while os.path.isdir(self.folder):  # other ranks may need this rank: wait until verify kills them all
                 time.sleep(1)
             os._exit(0)
 

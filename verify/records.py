@@ -14,14 +14,14 @@ class Row(NamedTuple):
     rate: list  # one number: the learning rate
     grad: list  # digest
     value: list  # digest after the step
-    part: list = None  # if the tensor is split over ranks: a number for this part, and its share of the tensor
+    part: list = None  # if the tensor is split over ranks: an ID of this part, and its share of the tensor
 
 
 class Run:
     """The records of one command: for each rank, its steps and all its events, in order."""
 
     def __init__(self, label, events):
-        """`events` has a pair for each file that a process wrote: its rank and its list of events."""
+        """`events` has a pair for each process that wrote a file: its rank, and the list of its events."""
         self.label, self.ranks, self.events, self.doubled = label, {}, {}, False
         self.cut = 1  # the greatest number of parts of one tensor
         for rank, found in sorted(events, key=lambda pair: pair[0]):
@@ -42,7 +42,7 @@ class Run:
         """Return each rank's record of a step, the distinct rows of all ranks, and a sorted list of all samples."""
         states = [steps[number] for steps in self.ranks.values()]
         rows, first = {}, [row[:3] for row in states[0]["rows"]]
-        for state in states:  # equal rows on several ranks are one parameter, but on one rank they are several
+        for state in states:  # equal rows are one parameter on several ranks, but several on one rank
             seen, copy = [], [row[:3] for row in state["rows"]] == first
             for row in state["rows"]:
                 key = str(row[1:3]), seen.count(str(row[1:3]))
@@ -108,7 +108,7 @@ def match(left, right):
 
 
 def worst(pairs, column, floor=1e-6):
-    """Return the greatest relative difference of two digests in a column, and the name of that parameter."""
+    """Return the greatest relative difference between the two digests of a pair in `column`, and its parameter."""
     pairs = [(one.name, getattr(one, column), getattr(two, column)) for one, two in pairs]
     least = floor * math.hypot(*[one[0] for _, one, _ in pairs]) + 1e-300  # anything smaller is rounding error
     found = [(gap(one, two, least), name) for name, one, two in pairs]
@@ -123,7 +123,7 @@ def gap(one, two, least=1e-300):
 
 
 def apart(left, right, limit, kinds):
-    """Return the name and difference of a tensor of these kinds that differs between two ranks, or None."""
+    """Return the name and the difference of a tensor of one of these `kinds` that differs, or None."""
     theirs = {}
     for name, shape, digest in right:
         theirs.setdefault((name, str(shape)), []).append(digest)  # several averages have the same names

@@ -11,7 +11,7 @@ from . import recording
 from .comparing import Failure
 
 SITE = """import gc, importlib.machinery, importlib.util, os, runpy, sys
-gc.set_threshold(10_000)  # with the default, 700, an eighth of the time to load torch would go to the collector
+gc.set_threshold(10_000)  # with the default, 700, the collector would take an eighth of the time to load torch
 class OnTorch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
@@ -86,7 +86,7 @@ def own_error(text):
 
 
 def stop(process, folder):
-    """Kill a command and, on Linux, every process that it started, found by the folder in its environment."""
+    """Kill a command and, on Linux, every process that it started: their environments contain the folder."""
     process.kill()
     found = True
     while found:

@@ -13,7 +13,7 @@ ALONE = {
 
 
 def watch(folder, failure=None):
-    """Return a report on the run recorded in `folder`: its verdict is "sound", "unsound" or "not comparable"."""
+    """Return a report on the run recorded in `folder`; the verdict is "sound", "unsound" or "not comparable"."""
     run = Run.read(folder, "the run")
     report = {"verdict": "sound", "steps": [run.length], "ranks": [len(run.ranks)], "findings": [], "message": ""}
     if not run.length or run.doubled:
