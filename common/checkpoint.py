@@ -20,7 +20,7 @@ from torch import Tensor
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
-LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when the host's lease expires, 90 s on Linux
+LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when the host's lease expires, after 90 s on Linux
 
 REQUIRED = {"model", "optimizer", "scheduler", "epoch", "score", "best_score"}  # the keys of every checkpoint
 

@@ -19,7 +19,7 @@ class ProcessError(RunError):
 
 
 def require_finite(value: float, what: str) -> None:
-    """Raise RunError if `value`, equal on all ranks, is not finite; `what` names it, as "epoch 1, step 2: the loss"."""
+    """Raise RunError if `value`, equal on all ranks, is not finite; `what` names it, such as "step 2: the loss"."""
     if not math.isfinite(value):
         raise RunError(f"{what} is {value}; try a lower --lr")
 

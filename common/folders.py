@@ -171,7 +171,7 @@ def resume(path: str | None, output_dir: Path, state: dict[str, Any], progress: 
            load: Any) -> tuple[int, float]:
     """Do what checkpoint.resume() does; `path` may also be a folder, which `load` (dcp.load) reads.
 
-    "auto" is the newest complete folder.
+    "auto" selects the newest complete folder.
     """
     if path == "auto":
         path = next(map(str, reversed(whole_folders(output_dir))), None)

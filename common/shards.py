@@ -145,7 +145,7 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
         return content
     mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
     size = dist.get_world_size()
-    # tensors sharded over all processes need no announcement; a pipeline stage's first process announces the others
+    # tensors sharded over all processes need no announcement; a pipeline stage's first process announces any other
     whole = {path: _unshard(value) for path, value in mine.items()
              if is_sharded(value) and value.device_mesh.size() == size}
     held: list[dict] = [{} for _ in range(size)]
@@ -183,7 +183,7 @@ def _outline(value: Any) -> Any:
 
 
 def _unshard(value: "DTensor") -> Tensor | None:
-    """On the first rank of its mesh, return the full tensor on the CPU; on others, return None. All must call this."""
+    """Return the full tensor on the CPU on its mesh's first rank, else None; all ranks of the mesh must call this."""
     from torch.distributed.tensor import Replicate
 
     placements = list(value.placements)
@@ -286,7 +286,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
         return None
     held = [parameter for parameter in parameters if not parameter.is_meta]
     once = {id(copy) for copy in copies}
-    # keys: the process groups that have the other shards, and whether the gradients add to the norm
+    # keys: the process groups that have the other shards, and whether the gradients count toward the norm
     parts: dict[tuple, list[Tensor]] = {}
     for parameter, gradient in [(each, each.grad) for each in held if each.grad is not None]:
         groups: tuple = ()

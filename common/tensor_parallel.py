@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 SPLIT = "only linear layers and embeddings can be split, not convolutions: train_FSDP.py shards all layers"
 
-# For a module whose column-split layers share one input: backward sums their gradients and reduces the sum once
+# For a module whose column-split layers share one input: backward() adds up its gradients and reduces the sum once
 ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
 
 class SequenceParallel(parallel.SequenceParallel):
-    """torch's style, but frozen weights stay frozen: torch 2.14 replaces each by a new, trainable parameter."""
+    """torch's SequenceParallel, except that it keeps weights frozen; torch 2.14 replaces them with trainable ones."""
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}

@@ -68,7 +68,7 @@ def main():
     use_gpu = have.get("GPU", 0) >= 1 and not str(args.device).startswith("cpu")
     kind = "GPU" if use_gpu else "CPU"
     count = driver.num_workers or (int(have["GPU"]) if use_gpu else 2)
-    if count > have.get(kind, 0):  # otherwise, Ray would wait for more
+    if count > have.get(kind, 0):  # otherwise, Ray would wait until there are enough
         raise errors.UsageError(f"--num-workers {count}: each needs one {kind}, but Ray has {have.get(kind, 0):g}")
     reduce.exact_share(args.batch_size, count)
     backend = reduce.choose_backend(args.backend, kind.replace("GPU", "cuda").lower()) if args.backend else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # IoU thresholds
 RECALLS = np.linspace(0, 1, 101)
-BITS = 2 ** np.arange(20)  # the bits of a result: 10 for correct at each threshold, then 10 for ignored
+BITS = 2 ** np.arange(20)  # the bits of a result: 10 for "correct" (one per threshold), then 10 for "ignored"
 
 
 def match(detections: Tensor, labels: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> No
     ignored = true[:, 1] < 0
     area, true_area = (found[:, 3:5] - found[:, 1:3]).prod(1)[:, None], (true[:, 4:] - true[:, 2:4]).prod(1)
     starts, ends = np.maximum(found[:, None, 1:3], true[:, 2:4]), np.minimum(found[:, None, 3:5], true[:, 4:])
-    shared = (ends - starts).clip(0).prod(2)  # torchvision's box_iou does not return this area, which regions need
+    shared = (ends - starts).clip(0).prod(2)  # torchvision's box_iou does not return this area
     iou = shared / np.maximum(np.where(ignored, area, area + true_area - shared), np.finfo(float).tiny)
     iou[found[:, 6:] != np.where(ignored, -1 - true[:, 1], true[:, 1])] = 0
     free = np.tile(~ignored, (10, 1))

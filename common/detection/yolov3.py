@@ -23,7 +23,7 @@ MODELS = ["tiny", "tiny-bn", "yolov3"]
 STRIDES = (8, 16, 32)  # pixels per cell; three anchors each, the smallest at stride 8
 ANCHORS = ((10, 13), (16, 30), (33, 23), (30, 61), (62, 45), (59, 119), (116, 90), (156, 198), (373, 326))  # for COCO
 BOX_WEIGHT, OBJECT_WEIGHT, CLASS_WEIGHT = 5.0, 1.0, 5.0  # CLASS_WEIGHT is high because "tiny" learns classes last
-MOST_IOUS = 2 ** 21  # the number of IoUs that the loss computes at once; limits its memory to about 150 MB
+MOST_IOUS = 2 ** 21  # the most IoUs that the loss computes at once; this limits its memory to about 150 MB
 Norm = Callable[[int], nn.Module]
 Outputs = tuple[tuple[Tensor, ...], Tensor]
 
@@ -63,7 +63,7 @@ class Backbone(nn.Module):
 
 
 class YOLOv3(nn.Module):
-    """Maps images (N, 3, S, S) to raw predictions at strides 8, 16 and 32, and `anchors`; S is a multiple of 32.
+    """Maps images (N, 3, S, S), with S a multiple of 32, to (predictions at strides 8, 16 and 32; `anchors`).
 
     Predictions are (N, S / stride, S / stride, 3 anchors, 5 + classes): x, y, width, height, objectness, classes.
     """
@@ -135,7 +135,7 @@ def _decode(predictions: Tensor, places: Tensor) -> Tensor:
 
 
 def _assign(boxes: Tensor, anchors: Tensor, size: int) -> Tensor:
-    """Return the place of each box (M, 4): the cell of its center, and the anchor with the best IoU with its shape."""
+    """Return the place of each box (M, 4): the cell of its center, and the anchor whose shape has the best IoU."""
     shapes = boxes[:, None, 2:] - boxes[:, None, :2]
     common = torch.minimum(shapes, anchors).prod(2)
     anchor = (common / (shapes.prod(2) + anchors.prod(1) - common)).argmax(1)
@@ -165,7 +165,7 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
         iou = box_iou(part[:, None, 2:], found[image])[:, 0]
         overlaps.index_add_(0, image, (iou > 0.5).to(overlaps.dtype))  # small integers add up exactly in any order
     image, classes, boxes = labels[:, 0].long(), labels[:, 1].long(), labels[:, 2:]
-    real = (classes >= 0).to(labels.dtype)  # 0: a region to ignore; selecting rows would wait for the GPU
+    real = (classes >= 0).to(labels.dtype)  # 0 for a region to ignore; dropping the row would wait for the GPU
     place = _assign(boxes, outputs[1], outputs[0][0].shape[1] * STRIDES[0])
     positive = torch.zeros_like(overlaps).index_put_((image, place), real, accumulate=True).clamp(max=1)
     counted = torch.where(overlaps > 0, positive, 1)

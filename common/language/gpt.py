@@ -136,14 +136,14 @@ class GPT(nn.Module):
         return self.logits(x, (self.lm_head or self.model.embed_tokens).weight)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Return the columns of `tokens`, or labels, (N, T) at the `positions` that this process computes."""
+        """Return the columns of `tokens` (N, T), or of labels, at the `positions` that this process computes."""
         return tokens if self.positions is None else tokens[:, self.positions]
 
     def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Attend]:
         """Return what the blocks need to know about positions: rotations, mask and `attend`.
 
         `rotations`, shape (2, P, width of a head), holds the cosines and sines with which rotate() rotates queries and
-        keys. The mask has shape (N, 1, P, T). Without `end`, it is None: attend() is causal by itself.
+        keys. The mask, shape (N, 1, P, T), is also causal. Without `end`, it is None, which makes attend() causal.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
         positions = every if self.positions is None else self.positions
@@ -168,7 +168,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Return `x` (N, heads, T, width) with pairs of numbers rotated; i and i + width / 2 of a head form a pair."""
+    """Return `x` (N, heads, T, width) with pairs of numbers rotated; i and i + width / 2 in a head form a pair."""
     cos, sin = rotations.to(x.dtype)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
