@@ -117,7 +117,7 @@ class Stream(PairDataset, IterableDataset):
         batches = -(-len(self.share) // self.batch_size)
         counts = [len(range((batches + part) % workers, batches, workers)) for part in range(workers)]
 
-        # The last part has the last batch, which may be smaller
+        # The last part contains the last batch, which may be smaller
         part = (turn - batches) % workers
         places = self.share[sum(counts[:part]) * self.batch_size:][:counts[part] * self.batch_size]
         shards, order = list(self.pair_list.shards), list(places)
@@ -215,7 +215,7 @@ def build_loader(args):
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
 
-    # new # streaming: each share is contiguous, to open few shards; in "train", shares have equal lengths
+    # new # streaming: a contiguous share lies in few shards; in "train", all shares have the same length
     size = len(pair_list) // args.batch_size * batch_size
     sampler = range(rank * size, (rank + 1) * size)
     if not cuts.train:

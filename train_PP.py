@@ -143,7 +143,7 @@ def main(args):
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    # new # PP: every process reads whole batches: the first stage needs the images, the last the labels
+    # new # PP: all processes read whole batches: the first stage needs images, the last one labels
     local_batch_size = args.batch_size
     micro_batches = pipeline.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
     sampler = DistributedSampler(train_set, 1, 0, seed=datasets.mix(args.seed), drop_last=True)
@@ -241,7 +241,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # PP: only the last stage has a loss; the others add zero
+            # new # PP: only the last stage has a loss; other stages add zero
             train_loss = reduce.reduce_sum(loss_sum).item() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")

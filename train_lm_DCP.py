@@ -39,7 +39,7 @@ from common.recipe import WarmUp
 # new # lm_CP
 from common.language import context
 
-# new # lm_4D: PP: the rest is already imported for FSDP
+# new # lm_4D: PP: the other modules are already imported for FSDP
 from common import pipeline
 from common.language import stages
 
@@ -102,7 +102,7 @@ def parse_args():
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
-    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
+    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
@@ -135,7 +135,7 @@ def parse_args():
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # lm_CP: TP: the sizes of both groups
+    # new # lm_CP: TP: the sizes of the tensor and context groups
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
     parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
@@ -286,7 +286,7 @@ def main(args):
     grid = dist.init_device_mesh(device.type, **shape)
     group = grid["pipeline"].get_group()
 
-    # new # lm_CP: TP: a context group reads the same samples, too; FSDP2 shards over both
+    # new # lm_CP: TP: each context group reads one share of the samples; FSDP2 shards over data and context
     cube = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
     rank, world_size = cube["data"].get_local_rank(), cube["data"].size()
 
@@ -409,7 +409,7 @@ def main(args):
 
         return
 
-    # new # lm_CP: TP: show the sizes of both groups
+    # new # lm_CP: TP: show the sizes of the tensor and context groups
     sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
 
     # new # lm_4D: lm_CP + PP: show the sizes of all groups

@@ -76,7 +76,7 @@ MIXTURES["model.layers.*.mlp.experts"] = parallel.PrepareModuleInput(
 
 # new # lm_EP
 class Exchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to process i and receives `received[i]`; backward() returns the gradients."""
+    """Sends `sent[i]` rows to process i, receives `received[i]` from it; backward() sends gradients back."""
 
     @staticmethod
     def forward(ctx, rows, sent, received):
@@ -111,7 +111,7 @@ def parse_args():
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
-    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
+    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
@@ -353,7 +353,7 @@ def main(args):
 
             loss.backward()
 
-            # new # lm_EP: FSDP2 has averaged the other gradients; average those of the experts
+            # new # lm_EP: FSDP2 does not average the gradients of the experts, so average them here
             for gradient in [weight.grad for weight in own if weight.grad is not None]:
                 gradient /= world_size
 

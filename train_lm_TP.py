@@ -73,7 +73,7 @@ def parse_args():
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
-    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '': none")
+    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
 
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
