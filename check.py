@@ -4,12 +4,12 @@
     srun ... python check.py --folder /shared/runs --params 100M
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
-Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0 means fit to train, 1 means that
-a finding prevents training, and 2 means wrong usage. Launchers report any failure as 1. If a stage or a single
-measurement takes longer than --limit, the report names the stage and the ranks that are missing, silent or unreachable.
-While torchrun itself waits for a host, it does not start this file. In this case, start the ranks by hand, as in the
-third command. Bus bandwidth is defined as in nccl-tests: for any number of ranks, you can compare it with the speed of
-the links.
+Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0 means that the machines are fit
+to train, 1 means that a finding prevents training, and 2 means wrong usage. Launchers report any failure as 1. If a
+stage or a single measurement takes longer than --limit, the report names the stage and the ranks that are missing,
+silent or unreachable. While torchrun itself waits for a host, it does not start this file. In this case, start the
+ranks by hand, as in the third command. Bus bandwidth is defined as in nccl-tests: for any number of ranks, you can
+compare it with the speed of the links.
 """
 import argparse
 import contextlib
@@ -514,7 +514,8 @@ def count(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir")
-    parser.add_argument("--params", type=count, help="parameters of your model, such as 100M: predict a step's wait")
+    parser.add_argument("--params", type=count,
+                        help="number of parameters of your model, such as 100M, to predict how long a step waits")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")
     parser.add_argument("--cpu", action="store_true", help="use the CPUs even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -76,7 +76,7 @@ MIXTURES["model.layers.*.mlp.experts"] = parallel.PrepareModuleInput(
 
 # new # lm_EP
 class Exchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to process i, receives `received[i]` from it; backward() sends gradients back."""
+    """Sends `sent[i]` rows to process i and receives `received[i]`; backward() sends the gradients back."""
 
     @staticmethod
     def forward(ctx, rows, sent, received):

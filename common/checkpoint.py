@@ -199,9 +199,9 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     the checkpoint: optional objects that are not in it, such as a `scaler`, stay unchanged. The optimizer uses this
     command's learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress`
     receives its value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected.
-    `take(part, saved)` returns the state that the object `part` loads, given its `saved` state. By default, this is a
-    copy. `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if the
-    checkpoint does not fit or differs between processes.
+    `take(part, saved)` returns the state that the object `part` loads, given its `saved` state; by default, a copy of
+    `saved`. `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if
+    the checkpoint does not fit or differs between processes.
     """
     for group in state["optimizer"].param_groups:  # record this command's rate: some schedulers do not
         group.setdefault("initial_lr", group["lr"])

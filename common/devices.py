@@ -27,7 +27,7 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
     """Return the device `name`; by default, the accelerator, or the CPU if there is none.
 
     A process in a group passes its `local_rank` and gets its own device. A device with an index becomes the current
-    device; otherwise, the process would also open a context on device 0, such as from its memory-pinning thread.
+    device; otherwise, the process would also open a context on device 0, for example from its memory-pinning thread.
     Raises UsageError if the device is not available.
     """
     device = _choose(name, local_rank)

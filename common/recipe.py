@@ -31,11 +31,11 @@ def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
 
 
 class WarmUp:
-    """Raises the learning rate linearly over the first `updates` updates of an optimizer, to the scheduler's rate.
+    """Raises the learning rate linearly to the scheduler's rate, over an optimizer's first `updates` updates.
 
     See Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. Only the step itself sees the reduced rate:
-    the scheduler and checkpoints see the full one. `factor` is the fraction of the rate that the last update used. A
-    resumed run restores the `state_dict()`.
+    the scheduler and checkpoints see the full one. `factor` is the fraction of the full rate that the last update used.
+    A resumed run restores the `state_dict()`.
     """
 
     def __init__(self, optimizer: Optimizer, updates: int) -> None:

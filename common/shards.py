@@ -145,7 +145,7 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
         return content
     mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
     size = dist.get_world_size()
-    # tensors sharded over all processes need no announcement; a pipeline stage's first process announces any other
+    # tensors sharded over all processes need no announcement; a pipeline stage's first process announces any other one
     whole = {path: _unshard(value) for path, value in mine.items()
              if is_sharded(value) and value.device_mesh.size() == size}
     held: list[dict] = [{} for _ in range(size)]
@@ -253,7 +253,7 @@ def _cut(whole: Tensor, like: "DTensor") -> Tensor:
 @torch.no_grad()
 def fill(model: nn.Module, weights: Weights, device: torch.device,
          held: Sequence[nn.Module] | None = None) -> nn.Module:
-    """Move a model from the meta device to `device`, fill it with (shards of) its initial weights, and return it.
+    """Move a model from the meta device to `device`, fill it with its initial weights or shards of them, and return it.
 
     Tensors that have data keep it: load_weights() has read them. If `held` is given, only these submodules are moved
     and filled; all others stay on the meta device. All processes must call this. Tensors are filled one at a time,

@@ -36,7 +36,8 @@ class SequenceParallel(parallel.SequenceParallel):
 def grid(size: int | None, device: torch.device) -> dict[str, Any]:
     """Return the shape and the dimension names, ("data", "tensor"), of a mesh of tensor groups for init_device_mesh().
 
-    A group has `size` processes: by default 2, or 1 if the world size is odd. Raises UsageError for uneven groups.
+    A group has `size` processes: by default 2, or 1 if the world size is odd. Raises UsageError if the groups would be
+    uneven.
     """
     shards.reject_gloo(dist.get_backend(), device.type)
     size, groups = shards.divide("--tensor-parallel", size or 2 - dist.get_world_size() % 2)
@@ -84,7 +85,7 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
     name, = mesh.mesh_dim_names or ("",)
     values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
     for value in filter(shards.is_sharded, [*model.parameters(), *values]):
-        if value.is_meta:  # another stage's
+        if value.is_meta:  # belongs to another stage
             continue
         if value.device_mesh.size() == dist.get_world_size() and all(place.is_shard() for place in value.placements):
             continue  # each process has a different part

@@ -104,7 +104,7 @@ def main():
         prog="python -m verify", description="Check whether two commands train the same model, or check one command.",
         epilog="exit code: 0 same or sound, 1 different or unsound, 2 not comparable")
     parser.add_argument("commands", nargs="+", metavar="COMMAND", type=shlex.split, help="a command, in quotes")
-    parser.add_argument("--watch", action="store_true", help="check one command against rules that hold for any run")
+    parser.add_argument("--watch", action="store_true", help="check one command against rules for any correct run")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="stop after N optimizer steps")
     parser.add_argument("--twice", action="store_true", help="also check that the first command is reproducible")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS",
@@ -126,7 +126,7 @@ def main():
     if not all(args.commands):
         parser.error("a command is empty")
     commands = [shlex.join(words) for words in args.commands]
-    for name in ("SIGTERM", "SIGHUP"):  # so that a finally block stops the commands; nohup keeps SIGHUP ignored
+    for name in ("SIGTERM", "SIGHUP"):  # so that a finally block stops the commands; under nohup, SIGHUP stays ignored
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -273,7 +273,7 @@ def buffers(it):
 
 
 def forward(it):
-    """Each rank computes with the whole batch, and all losses are equal, or each rank has a part of the model."""
+    """All ranks compute with the whole batch, and they have equal losses or parts of the model."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         alone = all(equal(state["samples"], states[0]["samples"]) for state in states)
         losses = [state["loss"] for state in states]

@@ -346,7 +346,7 @@ class Recorder:
         return batch
 
     def sample(self, tensors):
-        """Return (digest, digest of label, number of values) for each sample. Augmentation changes only the first."""
+        """Return (digest, digest of label, number of values) per sample. Augmentation changes only the first digest."""
         lengths = [len(tensor) for tensor in tensors]
         rows = max(lengths, key=lengths.count, default=0)
         digest, labels = self.torch.zeros(2, rows, dtype=self.torch.float64, device="cpu")
@@ -381,7 +381,7 @@ class Recorder:
                 self.tables[optimizer][2])
 
     def tabulate(self, names):
-        """Return a list of each parameter's (name, shape of the whole tensor, digest), and the list of the Parts."""
+        """Return a list of each parameter's (name, shape of the whole tensor, digest), and the list of Parts."""
         self.begin()
         parts = self.find_parts(names)
         shapes = [list(item.shape) for item in self.parameters]

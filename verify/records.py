@@ -108,7 +108,7 @@ def match(left, right):
 
 
 def worst(pairs, column, floor=1e-6):
-    """Return the greatest relative difference between the two digests of a pair in `column`, and its parameter."""
+    """Return the greatest relative difference between two digests of a pair in `column`, and the parameter's name."""
     pairs = [(one.name, getattr(one, column), getattr(two, column)) for one, two in pairs]
     least = floor * math.hypot(*[one[0] for _, one, _ in pairs]) + 1e-300  # anything smaller is rounding error
     found = [(gap(one, two, least), name) for name, one, two in pairs]
@@ -123,7 +123,7 @@ def gap(one, two, least=1e-300):
 
 
 def apart(left, right, limit, kinds):
-    """Return the name and the difference of a tensor of one of these `kinds` that differs, or None."""
+    """Return (name, difference) of a tensor of these `kinds` that differs in `right` by more than `limit`, or None."""
     theirs = {}
     for name, shape, digest in right:
         theirs.setdefault((name, str(shape)), []).append(digest)  # several averages have the same names

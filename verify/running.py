@@ -86,7 +86,7 @@ def own_error(text):
 
 
 def stop(process, folder):
-    """Kill a command and, on Linux, every process that it started: their environments contain the folder."""
+    """Kill a command and, on Linux, all its processes, which have the folder in their environment."""
     process.kill()
     found = True
     while found:

@@ -55,7 +55,7 @@ def replicas(run, limits):
 
 
 def epochs(run):
-    """Return {rank: [(the samples of an epoch in the order read, whether the sampler shuffles), ...]}."""
+    """Return {rank: [(the samples of an epoch in reading order, whether the sampler shuffles), ...]}."""
     found = {}
     for rank, events in run.events.items():
         found[rank], mine = [], []
@@ -75,7 +75,7 @@ def one_share(run, limits):
     whole = zip(*epochs(run).values()) if all(epochs(run).values()) else [[(state["samples"], 0) for state in states]]
     for number, shares in enumerate(whole, 1):
         seen = [{f"{value:.9g}" for value in mine} for mine, _ in shares]
-        twice = len(seen[0] & seen[1])  # DistributedSampler pads, and a sampler may draw with replacement
+        twice = len(seen[0] & seen[1])  # padding, or a sampler that draws with replacement, also repeats samples
         if len(seen[0]) > 0.9 * len(shares[0][0]) and twice > max(len(seen), 0.6 * len(seen[0])):
             return "samples", f"ranks 0 and 1 both read {twice} of rank 0's {len(seen[0])} samples in epoch {number}", 1
     return None

@@ -25,7 +25,7 @@ class Excess(torch.autograd.Function):
 class Router(nn.Module):
     """Maps tokens (N, T, width) to the weights of the experts (N, T, experts); all but `active` of them are 0.
 
-    A bias decides only which experts a token goes to. It falls for experts with more tokens than the average and rises
+    A bias affects only which experts a token goes to. It falls for experts with more tokens than the average and rises
     for the others, so the model needs no balancing loss, which would disturb training (arXiv:2408.15664). Here, the
     bias is a parameter, and its gradient is the expert's excess share of the tokens. In any script that reduces
     gradients, the optimizer therefore updates the bias based on the tokens of the whole batch, and checkpoints contain

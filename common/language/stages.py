@@ -18,7 +18,7 @@ def grid(stages: int | None, tensor: int, device: torch.device) -> dict[str, Any
     """Return the arguments of init_device_mesh() for a mesh ("pipeline", "data", "tensor").
 
     It has `stages` pipeline stages: by default 2, or 1 if the world size is odd. A tensor group has `tensor` processes.
-    Raises UsageError for uneven groups.
+    Raises UsageError if the groups would be uneven.
     """
     shards.reject_gloo(dist.get_backend(), device.type)
     stages, rest = shards.divide("--pipeline-parallel", stages or 2 - dist.get_world_size() % 2)

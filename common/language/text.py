@@ -105,7 +105,7 @@ def _standard_library() -> list[bytes]:
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        folders[:] = set(folders) - left_out  # do not even list them: they take half a second
+        folders[:] = set(folders) - left_out  # do not list these folders: that would take half a second
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return [file.read_bytes() for file in sorted(files)]
 
