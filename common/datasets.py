@@ -93,7 +93,7 @@ class ArrayDataset:
         self.seed, self.augment = seed, augment
         self.num_classes, self.mean, self.std = DATASETS[name][:3]
         self.image_shape = tuple(images.shape[1:])
-        # One core copies 500,000 images/s, which is faster than workers send them, but augments only 65,000 images/s
+        # One core copies 500,000 images/s (more than workers can send), but augments only 65,000 images/s
         self.most_workers = 2 if augment else 0
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that live workers can read each new epoch
         self.draws: tuple[int, tuple[Tensor, Tensor]] | None = None

@@ -82,7 +82,7 @@ def create_group(device: torch.device) -> Any:
 
 
 def peer_backend(backend: str, available: Collection[str]) -> str | None:
-    """Return a backend that sends messages between stages better than the default group's `backend`, or None.
+    """Return a backend that suits messages between stages better than the default group's `backend`, or None.
 
     With nccl, messages to all peers share one queue; nccl-lazy has a communicator and a stream for each peer. So torch
     2.15 warns about nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).

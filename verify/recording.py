@@ -448,7 +448,7 @@ class Recorder:
         self.count += 1
         if self.count == self.steps:
             open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
-            while os.path.isdir(self.folder):  # other ranks may need this rank: wait until verify kills them all
+            while os.path.isdir(self.folder):  # other ranks may need this rank: wait until verify kills all ranks
                 time.sleep(1)
             os._exit(0)
 

@@ -75,7 +75,7 @@ class YOLOv3(nn.Module):
         # not a buffer, because by default, DDP broadcasts buffers in every step
         self.anchors = nn.Parameter(anchors.to(torch.get_default_dtype(), copy=True), requires_grad=False)
         self.backbone = Backbone(depths, width, norm)
-        self.heads = nn.ModuleList()  # per stride, 32 to 8: the input from the coarser head, the body, the output
+        self.heads = nn.ModuleList()  # three per stride, 32 to 8: input from the coarser head, body, output
         for n in range(3):
             channels, half = width << len(depths) - n, width << len(depths) - n - 1
             coarser = nn.Sequential(_conv(channels, half, 1, norm), nn.Upsample(scale_factor=2)) if n else nn.Identity()
@@ -152,8 +152,8 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
 
     The loss has three terms: one for each box, one for each class of each box (a box may have several classes), and one
     for the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with
-    a box or an ignored region of its image. The loss differs from section 2.1 in three ways. The IoU is that of the
-    prediction, as in the authors' program, not that of its anchor. The box term is the complete IoU loss (Zheng et al.
+    a box or an ignored region of its image. The loss differs from section 2.1 in three ways. The IoU is computed for
+    the prediction, as in the authors' program, not for its anchor. The box term is the complete IoU loss (Zheng et al.
     2019, arXiv:1911.08287) instead of squared errors. The terms have weights.
     """
     predictions, places = _flatten(outputs)
@@ -165,7 +165,7 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
         iou = box_iou(part[:, None, 2:], found[image])[:, 0]
         overlaps.index_add_(0, image, (iou > 0.5).to(overlaps.dtype))  # small integers add up exactly in any order
     image, classes, boxes = labels[:, 0].long(), labels[:, 1].long(), labels[:, 2:]
-    real = (classes >= 0).to(labels.dtype)  # 0 for a region to ignore; dropping the row would wait for the GPU
+    real = (classes >= 0).to(labels.dtype)  # 0 for a region to ignore; dropping its row would wait for the GPU
     place = _assign(boxes, outputs[1], outputs[0][0].shape[1] * STRIDES[0])
     positive = torch.zeros_like(overlaps).index_put_((image, place), real, accumulate=True).clamp(max=1)
     counted = torch.where(overlaps > 0, positive, 1)
