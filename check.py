@@ -59,7 +59,7 @@ REMEDIES = {  # what to do about each finding, worst first
     "clock": "synchronize the clocks (chrony): logs and file times disagree"}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the old name, before torch 2.14
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-COLLECTIVES = {  # name: (bytes on the bus per byte of data, for many ranks; the call; the index of the result tensor)
+COLLECTIVES = {  # name: (factor, call, which of the call's arguments holds the result); see measure()
     "all-reduce": (2, lambda whole, part, other: dist.all_reduce(whole), 0),
     "all-gather": (1, lambda whole, part, other: all_gather(whole, part), 0),
     "reduce-scatter": (1, lambda whole, part, other: reduce_scatter(part, whole), 1),
@@ -228,7 +228,7 @@ class Team:
         return dist.PrefixStore("check.py", dist.TCPStore(self.head, self.port, wait_for_workers=False, timeout=limit))
 
     def start(self):
-        """Connect to the store, which torchrun or, without it, rank 0 serves."""
+        """Connect to the store. torchrun serves it; without torchrun, rank 0 does."""
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             try:
                 self.server = dist.TCPStore("localhost", self.port, is_master=True, wait_for_workers=False)

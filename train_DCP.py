@@ -256,7 +256,7 @@ def main(args):
     # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
-    # new # DCP: reject newer folders from another run, because prune() would keep them
+    # new # DCP: reject folders that are newer than this run: prune() would delete this run's instead
     folders.reject_newer(folder, (start_epoch - 1) * len(train_loader) + progress["step"])
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks

@@ -12,7 +12,7 @@ class Limits(NamedTuple):
 
     low: float
     high: float
-    floor: float  # gradients below this fraction of the total norm are noise, as for a bias before BatchNorm
+    floor: float  # smaller fractions of the total norm are noise, as in the gradient of a bias before BatchNorm
 
 
 LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}

@@ -178,7 +178,7 @@ class Recorder:
         return found
 
     def find_part(self, shape, marks, other, others, known):
-        """Return a tensor's Part if it is a part of `other`, or None. `known` maps sizes to rows found so far."""
+        """Return a tensor's Part if it is a part of `other`, or None. `known` maps their sizes to the rows found."""
         axes = [axis for axis, pair in enumerate(zip(shape, other)) if pair[0] != pair[1]]
         if len(axes) != 1:
             return None

@@ -123,10 +123,10 @@ def gap(one, two, least=1e-300):
 
 
 def apart(left, right, limit, kinds):
-    """Return (name, difference) of a tensor of these `kinds` that differs in `right` by more than `limit`, or None."""
+    """Return (name, difference) for a tensor of `kinds` that differs between the two by more than `limit`, or None."""
     theirs = {}
     for name, shape, digest in right:
-        theirs.setdefault((name, str(shape)), []).append(digest)  # several averages have the same names
+        theirs.setdefault((name, str(shape)), []).append(digest)  # two averages of the weights have equal names
     for name, shape, digest in left:
         gaps = [gap(digest, other, 1e-12) for other in theirs.get((name, str(shape)), [])]
         if gaps and min(gaps) > limit and name.startswith(kinds):

@@ -1,1 +1,1 @@
-"""Language models: what only `train_lm.py` and its children use."""
+"""Language models, for `train_lm.py` and its children."""
