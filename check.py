@@ -4,8 +4,8 @@
     srun ... python check.py --folder /shared/runs --params 100M
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=host1 MASTER_PORT=29500 python check.py
 
-Launch this file on all hosts, as you launch training; it needs only torch. Exit code 0 means that the machines are fit
-to train, 1 means that a finding prevents training, and 2 means wrong usage. Launchers report any failure as 1. If a
+Launch this file on all hosts, in the same way as training. It needs only torch. Exit code 0 means that the machines are
+fit to train, 1 means that a finding prevents training, and 2 means wrong usage. Launchers report any failure as 1. If a
 stage or a single measurement takes longer than --limit, the report names the stage and the ranks that are missing,
 silent or unreachable. While torchrun itself waits for a host, it does not start this file. In this case, start the
 ranks by hand, as in the third command. Bus bandwidth is defined as in nccl-tests: for any number of ranks, you can

@@ -311,7 +311,7 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # TP: every process adds its loss, so divide by the number of all processes
+            # new # TP: every process adds its loss, so divide by the number of processes
             train_loss = reduce.reduce_sum(loss_sum).item() / dist.get_world_size() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")

@@ -55,8 +55,9 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
     The folder is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER`
     otherwise. Rank 0 writes everything that is not a tensor, in `values` and in each `state_dict()` of `state`. Only
     rank 0 saves the model's tensors that are not sharded, because BatchNorm's statistics differ between processes
-    within an epoch. A tensor on the meta device is saved by another process. torch writes a tensor that several
-    processes have, such as a tied embedding in a pipeline, only once. All processes must call this.
+    within an epoch. A process skips its tensors on the meta device: another process has and saves them. If several
+    processes have the same tensor, such as a tied embedding in a pipeline, torch writes it only once. All processes
+    must call this.
     """
     path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))

@@ -8,7 +8,7 @@ from .errors import UsageError, reason
 
 
 def serve_store(host: str, port: int, nodes: int, node_rank: int = 0) -> tuple[dist.TCPStore | None, int]:
-    """Return a TCPStore that node 0 serves (None on the other nodes) and its port: a free one if `port` is 0.
+    """Start a TCPStore on node 0; return it (None on the other nodes) and its port. If `port` is 0, choose a free one.
 
     For one node, the store listens only on the address `host`. For several, it listens on all addresses, like torch's
     other stores: the first host may resolve its own name to 127.0.1.1, which other hosts cannot reach. Raises

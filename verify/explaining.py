@@ -346,7 +346,7 @@ def unmatched(rows, others, pairs):
 
 
 def replicas(pairs, others):
-    """Return those of the `pairs` (the rows of two ranks) that are copies of one tensor.
+    """Return the `pairs` (one row from each of two ranks) whose rows are copies of the same tensor.
 
     Return all pairs if `others`, the rows of the other run, lack one of the tensors. Pipeline stages, and ranks with
     different experts, have different tensors of the model.

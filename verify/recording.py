@@ -156,7 +156,7 @@ class Recorder:
         return self.torch.stack([phase.cos(), phase.sin()]).reshape(2, -1)
 
     def marks(self, tensor):
-        """Return, for each axis of a tensor, one text for each slice along this axis; equal slices have equal texts."""
+        """Return, for each axis of a tensor, a string for each slice along it; equal slices have equal strings."""
         tensor, found = self.whole(tensor), []
         for axis in range(tensor.ndim):
             flat = tensor.movedim(axis, 0)
@@ -178,7 +178,7 @@ class Recorder:
         return found
 
     def find_part(self, shape, marks, other, others, known):
-        """Return a tensor's Part if it is a part of `other`, or None. `known` maps their sizes to the rows found."""
+        """Return a tensor's Part if it is a part of `other`, or None. `known` maps (own, full size) to found rows."""
         axes = [axis for axis, pair in enumerate(zip(shape, other)) if pair[0] != pair[1]]
         if len(axes) != 1:
             return None

@@ -32,7 +32,8 @@ def grid(stages: int | None, tensor: int, device: torch.device) -> dict[str, Any
 class Stage(nn.Module):
     """Consecutive blocks of a GPT. The first stage also embeds the tokens, and the last one computes the logits.
 
-    `x` (N, P, width) is the output of the previous stage; every stage also gets the `tokens` (N, T).
+    `x` (N, P, width) is the output of the previous stage; the first stage ignores it. Every stage gets the `tokens`
+    (N, T), and computes P of their positions.
     """
 
     def __init__(self, model: GPT, blocks: Sequence[nn.Module], first: bool, last: bool) -> None:

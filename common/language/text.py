@@ -72,7 +72,7 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int,
     - "tokens": `path`/train.bin and `path`/val.bin, `uint16`, which stay on disk.
 
     An epoch has `count` windows; the validation set has at most an eighth of that number. `vocabulary` is the size of
-    the model's vocabulary if the model fixes it. Raises UsageError if data is missing.
+    the model's vocabulary, or None if the model accepts any. Raises UsageError if data is missing.
     """
     if name == "tokens":
         parts, size = [_memory_map(Path(path, f"{part}.bin")) for part in ("train", "val")], vocabulary or GPT2

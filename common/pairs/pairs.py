@@ -178,7 +178,7 @@ def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) 
 def make_samples(folder: str | Path) -> None:
     """Create a small set of pairs in `folder` unless it exists: synthetic scenes, sharp and with motion blur.
 
-    The set has 29 training and 7 test pairs, landscape, portrait and square, 320 to 480 pixels wide. One process
+    The set has 29 training pairs and 7 test pairs: landscape, portrait and square, 320 to 480 pixels wide. One process
     creates the set while the others wait; `folder` appears when it is complete.
     """
     folder = Path(folder)
