@@ -34,7 +34,8 @@ def ray_environment(tmp_path):
     pytest.importorskip("ray.train.torch", reason="no Ray: pip install -r requirements-drill.txt")
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores: Ray gives each worker one")
-    return CPU | {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}  # Ray keeps a token in HOME
+    # Ray keeps a token in HOME. By default, its workers have niceness 15, and wait while other tests compute
+    return CPU | {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, tmp_path):
