@@ -34,6 +34,7 @@ STARTS = {
     "four": ("train_lm_4D.py", 16, "--tensor-parallel", "2", "--context-parallel", "2"),
     "one, experts": ("train_lm.py", 1, *EXPERTS), "experts copied": ("train_lm_DDP.py", 2, *EXPERTS),
     "experts of 1 group": ("train_lm_EP.py", 2, *EXPERTS), "experts of 2 groups": ("train_lm_EP.py", 4, *EXPERTS),
+    "experts, compiled": ("train_lm_EP.py", 2, *EXPERTS, "--compile"),
     "experts of 8 groups": ("train_lm_EP.py", 8, "--tensor-parallel", "1", *EXPERTS)}
 DAILY = ["two", "tensor 2", "context 2", "pipeline 2", "experts of 1 group"]
 OTHERS = [name for name in STARTS if name not in DAILY and not name.startswith("one")]
