@@ -171,7 +171,8 @@ def table(rows, found):
     public = {link for row in wrong
               for link in re.findall(r"github.com/(\S+?)/(?:issues|pull)/(\d+)",
                                      found[row["program"]].bugs[row["bug"]].text)}
-    factor = statistics.median(row["seconds"] / row["plain_seconds"] for row in correct)
+    timed = [row for row in correct if "plain_seconds" in row]  # a run that was continued lacks some times
+    factor = statistics.median(row["seconds"] / row["plain_seconds"] for row in timed)
     last = sum(row["cause"] in ("random", "unknown") for row in wrong)
     cells = {"correct programs": len(correct), "false alarms": sum(row["verdict"] != "same" for row in correct),
              "bugs": len(wrong), "public issues": len(public), "bugs detected": sum(seen for seen, _ in answers),
