@@ -9,6 +9,7 @@ import build_page
 import markers
 import pytest
 import texts
+from conftest import TORCHRUN, good, run
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -25,6 +26,12 @@ def test_the_page_loads_nothing():
 
 def test_the_texts_fit_the_scripts():
     build_page.read()
+
+
+def test_a_script_follows_all_its_parents():
+    scripts = build_page.read_scripts()
+    names = [*scripts]
+    assert all(names.index(parent) < names.index(name) for name in names for parent in scripts[name].parents)
 
 
 def test_a_marker_names_the_ideas_that_meet():
@@ -101,6 +108,16 @@ def test_an_index_that_is_not_up_to_date_is_refused(monkeypatch):
 def test_a_right_line_that_no_file_has_is_refused():
     with pytest.raises(texts.TextError, match="D1"):
         MUTATIONS["D1"].put_back("sampler.set_epochs(epoch)\n")
+
+
+@pytest.mark.drill
+def test_gloo_mixes_up_gradients_as_the_pitfall_says(tmp_path):
+    """If the first gradient is right, torch has fixed pitfall L6."""
+    trap, right, found = texts.read_traps(DOCS, MUTATIONS)["L6"], "[[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]]", []
+    for lines in (trap.right.splitlines()[0], trap.right):
+        (tmp_path / "gather.py").write_text(trap.wrong.replace(trap.right.splitlines()[0], lines))
+        found.append(good(run(*TORCHRUN, "--nproc-per-node=2", tmp_path / "gather.py", quiet=False)).out)
+    assert found[1].count(right) == 2 and right not in found[0]  # -u prints the end of a line separately
 
 
 @pytest.mark.drill

@@ -137,7 +137,7 @@ def render(text: str, identify: Callable[[str], str], link: Callable[[str], str]
         content = tokens[at].content.rstrip("\n")
         if tokens[at].info == "console":
             return "".join(map(command, content.split("\n")))
-        lines = "\n".join(color(content))
+        lines = "\n".join(color(content)) if tokens[at].info == "python" else html.escape(content)
         return f'<pre tabindex="0"><code>{lines}</code></pre>\n'
 
     def image(renderer: object, tokens: list[Token], at: int, *_: object) -> str:

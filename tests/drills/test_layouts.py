@@ -55,6 +55,14 @@ def test_a_validation_set_smaller_than_the_processes_is_measured_exactly(photos,
     assert found[0] == found[1]
 
 
+def test_fsdp_is_ddp_in_float32_too(tmp_path):
+    """On some processors the bits are equal; on one with AVX2 only, matrices in other memory round differently."""
+    for script in ("train_DDP.py", "train_FSDP.py"):
+        good(run(*TORCHRUN, "--nproc-per-node=2", script, "--model", "vit", *SAME, "--epochs", "1", "--save-every", "0",
+                 "--output-dir", tmp_path / script))
+    assert distance(tmp_path / "train_DDP.py/last.pt", tmp_path / "train_FSDP.py/last.pt") < 1e-6
+
+
 def test_copies_in_a_tensor_group_become_equal_and_parts_stay_as_they_are():
     """Norms, some biases, patches and classifier become equal; each process keeps its own columns and rows."""
     result = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "copies.py", env=FROM_ROOT))

@@ -1,4 +1,5 @@
 """train_DDP.py under a real srun, and the unchanged files of launch/, on a Slurm cluster with two nodes."""
+import json
 import re
 import time
 
@@ -39,6 +40,12 @@ def test_tasks_of_srun_are_the_processes_of_a_group(environment, reference, tmp_
     said = good(srun(environment, "-N2", "-n3", "--distribution=arbitrary", "--nodelist=cook1,cook1,cook2")(
         PYTHON, *REFERENCE, "--epochs", "1", "--output-dir", tmp_path / "three")).out
     assert "3 process(es) x 1 micro-batch x 32" in said and len(epochs(said)) == 1
+
+
+def test_tasks_check_their_machines(environment, tmp_path):
+    command = PYTHON, "check.py", "--cpu", "--json", "--folder", tmp_path
+    said = json.loads(good(srun(environment, "-N2", "-n2")(*command)).out)
+    assert [facts["rank"] for facts in said["ranks"]] == [0, 1] and said["stage"] == "report"
 
 
 def test_a_batch_script_is_no_task(environment, tmp_path):
