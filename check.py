@@ -312,8 +312,8 @@ class Team:
                 print(json.dumps(report) if self.options.json else table(report, self.options.params), flush=True)
             for path in self.litter:
                 path.unlink(missing_ok=True)
-            # When a rank exits, the launcher kills the others, so they all wait for the report. The reporting rank may
-            # serve the store, so it exits last
+            # The launcher kills all ranks when one of them exits, so no rank exits before the report is printed. The
+            # reporting rank may serve the store, so it exits last
             if present:
                 store.set_timeout(datetime.timedelta(seconds=9))
                 if reports:

@@ -164,7 +164,7 @@ def main(args):
     # new # DCP: elastic: a separate CPU group keeps the messages of saving apart from those of training
     cpu_group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
 
-    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
+    # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 

@@ -136,7 +136,7 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
+    # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 

@@ -126,7 +126,7 @@ def main(args):
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
     snapshots = checkpoint.BackgroundWriter()
 
-    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
+    # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
     datasets.require_samples(train_set, val_set, args.batch_size)
 

@@ -106,7 +106,7 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # yours: the data; each epoch drops the incomplete last batch, which has different samples each time
+    # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     # new # yolov3
     train_set, val_set = data.create_datasets(args.dataset, args.data_path, args.image_size, args.seed)
     if args.preview:

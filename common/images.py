@@ -36,7 +36,7 @@ def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
 
 
 try:
-    from torchcodec.decoders import decode_image  # torchcodec returns the same pixels at the same speed
+    from torchcodec.decoders import decode_image  # same pixels and speed as torchvision's decoder
 except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, or not built for this torch
     decode_image = decode_with_torchvision
 

@@ -23,7 +23,7 @@ ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=
 
 
 class SequenceParallel(parallel.SequenceParallel):
-    """torch's SequenceParallel, except that it keeps weights frozen; torch 2.14 replaces them with trainable ones."""
+    """torch's SequenceParallel, but a frozen weight stays frozen. In torch 2.14, the original makes it trainable."""
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}

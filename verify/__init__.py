@@ -8,10 +8,11 @@ model. Exit code 1 means different models; the output names the first step and p
 cause. Exit code 2 means that the runs are not comparable, or that the usage is wrong.
 
 A hook runs in every Python process that imports torch (`recording.py`). The hook makes float64 the default type, and
-replaces float32 with float64 in batches and casts. Within optimizer steps, it also replaces casts to 16 bits. So two
-correct programs differ by only about 1e-15, and autocast and loss scaling cause no rounding. At each optimizer step,
-the hook on each rank records the learning rates, and digests of all parameters, gradients, buffers and samples. The
-samples come from the batches of the DataLoader or, without a DataLoader, from the inputs of the outermost module.
+replaces float32 with float64 in batches and casts. Within optimizer steps, the hook also turns casts to 16 bits into
+casts to float64. So two correct programs differ by only about 1e-15, and autocast and loss scaling cause no rounding.
+At each optimizer step, the hook on each rank records the learning rates, and digests of all parameters, gradients,
+buffers and samples. The samples come from the batches of the DataLoader or, without a DataLoader, from the inputs of
+the outermost module.
 
 The models differ if the relative difference at a step exceeds both 1e-9 and 1000 times the greatest earlier difference,
 or if it exceeds 1e-4 (`comparing.py`). Rounding errors grow slowly, but a mistake appears at once. If a program fails

@@ -188,7 +188,7 @@ class Recorder:
         offsets = {place - row for row, place in hits.items()} or {self.rank * size % total}
         if not hits and not {*own} <= {*theirs}:
             return None
-        if not hits and (size, total) in known:  # all rows are equal: assume the layout of an equally large tensor
+        if not hits and (size, total) in known:  # all rows are equal: reuse another tensor's layout
             hits = known[size, total]
         elif len(offsets) == 1:
             hits = {row: row + min(offsets) for row in range(size) if 0 <= row + min(offsets) < total}

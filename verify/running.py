@@ -31,7 +31,7 @@ LAST = 15  # how many lines of a failed command's output to show if it has no tr
 
 
 def environment(folder, **options):
-    """Return the environment variables that make a command record its steps in `folder`, with Recorder's options."""
+    """Return the environment variables that make a command record its steps in `folder`. `options` are Recorder's."""
     site = Path(folder).resolve() / "site"
     site.mkdir(parents=True)
     options = {"folder": str(site.parent), **options}

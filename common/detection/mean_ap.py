@@ -56,8 +56,8 @@ def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> No
 def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, float]:
     """Return {"mAP50": mAP at IoU 0.5, "mAP": its mean over IoUs 0.5 to 0.95}; classes without true boxes are left out.
 
-    `rows`, of shape (R, 3), are the rows that `match` returns for all images. Their order does not matter: rows with
-    equal scores are sorted by result. `boxes`, of shape (num_classes,), holds the number of true boxes per class.
+    `rows`, of shape (R, 3), are the rows that `match` returns for all images. Their order does not matter: ties in
+    the score are broken by the result. `boxes`, of shape (num_classes,), holds the number of true boxes per class.
     Precision is interpolated at 101 recalls. Without true boxes, both values are 0.
     """
     table = rows.detach().cpu().double().numpy()

@@ -152,9 +152,9 @@ def loss(outputs: Outputs, labels: Tensor) -> Tensor:
 
     The loss has three terms: one for each box, one for each class of each box (a box may have several classes), and one
     for the objectness of every place. A place without a box does not count if its prediction has an IoU above 0.5 with
-    a box or an ignored region of its image. The loss differs from section 2.1 in three ways. The IoU is computed for
-    the prediction, as in the authors' program, not for its anchor. The box term is the complete IoU loss (Zheng et al.
-    2019, arXiv:1911.08287) instead of squared errors. The terms have weights.
+    a box or an ignored region of its image. The loss differs from section 2.1 in three ways. As in the authors'
+    program, the IoU is that of the prediction, not that of its anchor. The box term is the complete IoU loss (Zheng et
+    al. 2019, arXiv:1911.08287) instead of squared errors. The terms have weights.
     """
     predictions, places = _flatten(outputs)
     labels = labels.to(predictions.dtype)
