@@ -278,7 +278,7 @@ def main(args):
 
     if args.weights:
 
-        # new # lm: also accepts weights that transformers wrote
+        # new # lm: also accepts weights that Hugging Face's transformers wrote
         llama.load_weights(model, args.weights)
 
     if args.freeze_layers:

@@ -203,7 +203,7 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     `saved`. `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if
     the checkpoint does not fit or differs between processes.
     """
-    for group in state["optimizer"].param_groups:  # record this command's rate: some schedulers do not
+    for group in state["optimizer"].param_groups:  # record this command's rate: some schedulers do not record it
         group.setdefault("initial_lr", group["lr"])
     if path == "auto":
         path = Path(output_dir, "last.pt")

@@ -112,7 +112,7 @@ def whole_folders(output_dir: Path) -> list[Path]:
 
 
 def steps_of(path: Path) -> int:
-    """Return the number of steps in a folder's name."""
+    """Return the number of steps that a folder's name contains."""
     return int(path.name.rpartition("-")[2])
 
 

@@ -44,7 +44,8 @@ except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, 
 def find_files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the sorted paths of the image files below `folder`; follow symbolic links and skip hidden files.
 
-    A broken link is included, so that reading it fails. Raises UsageError for unreadable folders and link cycles.
+    A broken link is included, so that reading the images fails instead of silently using fewer. Raises UsageError for
+    unreadable folders and link cycles.
     """
     found: list[str] = []
     try:

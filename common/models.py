@@ -46,8 +46,8 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialized.
 
     The ResNets are torchvision's (He et al. 2015, arXiv:1512.03385). For images of at most 64 pixels, the stem is a
-    3x3 convolution with stride 1 and no max-pool, as for CIFAR in the paper's section 4.2: the stem for 224 pixels
-    would reduce a 32x32 image to 1x1 in the last stage.
+    3x3 convolution with stride 1 and no max-pool, as for CIFAR in the paper's section 4.2. With the stem for 224
+    pixels, the last stage would see a 32x32 image as a single pixel.
     """
     channels, height, _ = image_shape
     if name == "cnn":

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 SPLIT = "only linear layers and embeddings can be split, not convolutions: train_FSDP.py shards all layers"
 
-# For a module whose column-split layers share one input: backward() adds up its gradients and reduces the sum once
+# For a module whose column-split layers share one input: backward() adds up the gradients that the layers compute for
+# this input, and reduces the sum once
 ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 
 

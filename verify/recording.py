@@ -134,7 +134,7 @@ class Recorder:
         return (tensor.to_dense() if tensor.layout != self.torch.strided else tensor).double()
 
     def digest(self, tensors, parts=()):
-        """Return the norm and two projections of each tensor, or of its part; a gradient of None counts as zero."""
+        """Return the norm and two projections of each tensor or, with `parts`, of a part of it. None counts as zero."""
         torch, found = self.torch, []
         for tensor, part in zip(tensors, parts or [None] * len(tensors)):
             part = None if tensor is None else part

@@ -42,7 +42,7 @@ class Run:
         """Return each rank's record of a step, the distinct rows of all ranks, and a sorted list of all samples."""
         states = [steps[number] for steps in self.ranks.values()]
         rows, first = {}, [row[:3] for row in states[0]["rows"]]
-        for state in states:  # equal rows are one parameter on several ranks, but several on one rank
+        for state in states:  # on several ranks, equal rows are one parameter; on one rank, they are several
             seen, copy = [], [row[:3] for row in state["rows"]] == first
             for row in state["rows"]:
                 key = str(row[1:3]), seen.count(str(row[1:3]))
@@ -108,7 +108,7 @@ def match(left, right):
 
 
 def worst(pairs, column, floor=1e-6):
-    """Return the greatest relative difference between two digests of a pair in `column`, and the parameter's name."""
+    """Return the greatest relative difference in `column` between A and B over all pairs, and the parameter's name."""
     pairs = [(one.name, getattr(one, column), getattr(two, column)) for one, two in pairs]
     least = floor * math.hypot(*[one[0] for _, one, _ in pairs]) + 1e-300  # anything smaller is rounding error
     found = [(gap(one, two, least), name) for name, one, two in pairs]

@@ -255,7 +255,7 @@ def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable
     """Return a function that maps the epoch, counted from 0, to the learning-rate factor.
 
     The factor rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies the rate by
-    `lrf` ** 0.5 at 80 % and 90 % of the epochs: by 0.1 if `lrf` is 0.01, as in the authors' cfg.
+    `lrf` ** 0.5 at 80 % and 90 % of the epochs. In the authors' cfg, this factor is 0.1.
     """
     cosine = models.cosine(epochs, lrf)
     rate = {"cosine": cosine, "step": lambda n: lrf ** (((n >= 0.8 * epochs) + (n >= 0.9 * epochs)) / 2)}[name]

@@ -112,7 +112,7 @@ class Logits(nn.Module):
 class GPT(nn.Module):
     """Maps tokens, `int64` (N, T), to logits (N, T, vocabulary) of the next tokens.
 
-    With `end`, a token attends only to its own document, which starts after the previous token `end`. The size of the
+    With `end`, a token attends only to its own document, which starts after the previous `end` token. The size of the
     data's vocabulary is rounded up to a multiple of 64, which is faster on a GPU and can be divided over processes. The
     weights are drawn as in GPT-2: with standard deviation 0.02, or less in the layers that add to the residual stream.
 

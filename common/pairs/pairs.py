@@ -142,7 +142,7 @@ class Ring:
 
 
 def whole_batches(skip: int, local_batch_size: int) -> int:
-    """Return the number of batches in `skip` pairs, over all processes; raise UsageError if a batch is incomplete."""
+    """Return how many batches of all processes `skip` pairs fill; raise UsageError if a batch is incomplete."""
     batches, rest = divmod(skip, local_batch_size * get_world_size())
     if rest or skip < 0:
         raise UsageError(f"set_epoch: {skip} pairs are not a multiple of {local_batch_size * get_world_size()}")
