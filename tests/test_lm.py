@@ -36,8 +36,8 @@ STARTS = {
     "experts of 1 group": ("train_lm_EP.py", 2, *EXPERTS), "experts of 2 groups": ("train_lm_EP.py", 4, *EXPERTS),
     "experts, compiled": ("train_lm_EP.py", 2, *EXPERTS, "--compile"),
     "experts of 8 groups": ("train_lm_EP.py", 8, "--tensor-parallel", "1", *EXPERTS)}
-DAILY = ["two", "tensor 2", "context 2", "pipeline 2", "experts of 1 group"]
-OTHERS = [name for name in STARTS if name not in DAILY and not name.startswith("one")]
+DAILY = ["two", "tensor 2", "context 2", "pipeline 2"]
+OTHERS = [name for name in STARTS if name not in [*DAILY, "experts of 1 group"] and not name.startswith("one")]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,9 @@ def agree(left, right):
             assert torch.allclose(value.double(), other.double(), rtol=1e-8, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
+@pytest.mark.parametrize("name", [
+    *DAILY, pytest.param("experts of 1 group", marks=pytest.mark.drill),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_trains_the_model_of_one_process(trained, name):
     kind = ", clipped" if "--clip-norm" in STARTS[name] else ", experts" if "experts" in name else ""
     one, said = trained("one" + kind)
@@ -105,6 +107,7 @@ def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
     assert distance(tmp_path / "last.pt", trained(before)[0] / "last.pt") < 1e-11
 
 
+@pytest.mark.drill
 def test_a_folder_has_the_model_of_one_process(trained, tmp_path):
     good(run(*command("train_lm_DCP.py"), *OPTIONS, "--output-dir", tmp_path, env=STRICT | FLOAT64))
     folders.main(tmp_path / "step-0000008", tmp_path / "last.pt")

@@ -21,7 +21,8 @@ COMMANDS = {"train.py": [PYTHON, BASELINE], "on 2": [*TWO, DDP],
             "amp": [*TWO, CHILD.format("amp"), "--epochs", "2"],
             "FSDP": [*TWO, CHILD.format("FSDP"), "--epochs", "5"],
             "resume": [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", CHILD.format("resume")]}
-FEW = ["train.py", "on 2", *(pytest.param(name, marks=pytest.mark.drill) for name in ("FSDP", "on 3"))]
+FEW = ["train.py", "on 2", pytest.param("FSDP", marks=pytest.mark.drill),
+       pytest.param("on 3", marks=pytest.mark.nightly)]
 ROWS, VAL_ROWS, BATCH, PATIENCE, EPOCHS = 1000, 499, 48, 6, 100  # the defaults
 EPOCH = re.compile(r"epoch +(\d+)  loss ([\d.]+)  val_loss ([\d.]+)  lr ([\d.e-]+)")
 
@@ -45,8 +46,9 @@ def trained(once, environment):
     return get
 
 
-@pytest.mark.parametrize("name", ["on 2", *(pytest.param(name, marks=pytest.mark.drill) for name in (
-    "grad_accum", "FSDP", "on 1", "on 3"))])
+@pytest.mark.parametrize("name", [
+    "on 2", *(pytest.param(name, marks=pytest.mark.drill) for name in ("grad_accum", "FSDP")),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("on 1", "on 3"))])
 def test_any_number_of_processes_trains_the_same_model(trained, name):
     """The batches, the micro-batches and the validation set do not divide evenly."""
     assert ROWS % BATCH and VAL_ROWS % 2 and VAL_ROWS % 3 and VAL_ROWS % BATCH and BATCH // 2 % 5
@@ -56,7 +58,7 @@ def test_any_number_of_processes_trains_the_same_model(trained, name):
     assert same_lines == lines  # one process prints; losses, learning rates and the last epoch are the same
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_mixed_precision_trains_on_two_processes(trained):
     """It runs in float64, which autocast does not change: only the loss is float32."""
     assert trained("amp")[1] == trained("train.py")[1][:2]
@@ -105,6 +107,7 @@ os.replace = kill
 """
 
 
+@pytest.mark.drill
 def test_a_killed_run_resumes_and_trains_the_same_bits(trained, environment, tmp_path):
     """SIGKILL comes while rank 0 saves an epoch after the best one, between writing and renaming the file."""
     uninterrupted, lines = trained("on 2")

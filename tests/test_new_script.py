@@ -10,7 +10,7 @@ TESTS = ["tests/test_readme.py", "tests/test_markers.py", "tests/test_page.py", 
 NEEDED = "train_new or not (train or loader or message)"  # not what tests another script alone, or an error message
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_a_new_script_needs_no_edit_elsewhere(tmp_path):
     shutil.copytree(ROOT, tmp_path, ignore=shutil.ignore_patterns(".*_cache", ".git", ".venv", "data", "runs"),
                     dirs_exist_ok=True)

@@ -16,14 +16,6 @@ DOCS = ROOT / "docs"
 MUTATIONS = texts.read_mutations(ROOT / "tools/mutations.txt")
 
 
-@pytest.mark.drill
-def test_the_page_loads_nothing():
-    html = build_page.build()
-    loaded = re.findall(r"<(?:link|script|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?([^\"' >]*)", html)
-    assert loaded == ["data:,"]
-    assert not re.search(r"@import|url\(", html)
-
-
 def test_the_texts_fit_the_scripts():
     build_page.read()
 

@@ -45,6 +45,7 @@ def test_freezing_trains_the_classifier_alone_and_batchnorm_does_not_drift(train
     assert "1,539 of 11,178,051 parameters" in trained("frozen")[1].out
 
 
+@pytest.mark.drill
 def test_what_was_measured_is_what_was_saved(photos, alone, monkeypatch, capsys, tmp_path):
     """Three processes measure two images: nothing may wait for the one without any, not even BatchNorm's buffers.
 

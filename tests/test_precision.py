@@ -63,9 +63,8 @@ def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
     assert 2e-5 < distance(folder / "last.pt", bf16[0] / "last.pt") < 1e-2  # both are in 16 bits, and in other ones
 
 
-@pytest.mark.parametrize(("precision", "ending"), [
-    pytest.param("bf16", "SIGTERM", marks=pytest.mark.nightly),
-    pytest.param("fp16", "SIGKILL", marks=pytest.mark.drill)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("precision", "ending"), [("bf16", "SIGTERM"), ("fp16", "SIGKILL")])
 def test_a_combined_run_that_was_ended_resumes_bit_for_bit(few_digits, precision, ending):
     """The snapshot must contain the scale, the average and the warm-up's count."""
     command = [*COMBINED, "--precision", precision, "--snapshot-every", "1", "--ema", "0.9", "--warm-up", "3"]

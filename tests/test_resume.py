@@ -41,9 +41,9 @@ def test_one_process_measures_what_two_reported(finished):
     assert said.strip().endswith(f"accuracy {reported['accuracy']:.4f}  top5 {reported['top5']:.4f}")
 
 
-@pytest.mark.parametrize("script", [pytest.param(name, marks=pytest.mark.drill if name in (
-    "train_DDP.py", "train_FSDP.py") else pytest.mark.nightly) for name in (
-    "train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py", "train_DCP.py")])
+@pytest.mark.parametrize("script", [
+    pytest.param("train_DDP.py", marks=pytest.mark.drill), *(pytest.param(name, marks=pytest.mark.nightly) for name in (
+        "train_FSDP.py", "train_TP.py", "train_PP.py", "train_DCP.py"))])
 def test_no_thread_of_the_backend_is_left_when_python_ends(finished, tmp_path, script):
     """One that still holds a tensor then aborts the process, once in some launches, when all its work is done.
 

@@ -181,6 +181,7 @@ def test_the_file_has_the_baselines_form_and_momentum(runs, script):
         assert (values["momentum_buffer"] - other["momentum_buffer"]).abs().max() < 1e-11
 
 
+@pytest.mark.drill
 def test_a_folder_is_resumed_by_another_number_of_processes(runs, stopped, tmp_path):
     """Two processes write it within an epoch, and one process resumes; a newer, incomplete folder is ignored."""
     shutil.copytree(stopped("train_DCP.py")[0] / "snapshot-0000024", tmp_path / "snapshot-0000024")

@@ -2,9 +2,11 @@
 import json
 import shlex
 
+import pytest
 from conftest import SAME, run
 
 
+@pytest.mark.drill
 def test_another_rate_is_named_as_the_cause(tmp_path):
     """The run ends after three steps; run() checks that no process is left."""
     commands = [f"python train.py {shlex.join(SAME)} --output-dir {tmp_path}/one",

@@ -36,6 +36,7 @@ def test_trains_the_model_of_one_process(trained, name):
     assert without_speed == [re.sub(r"lr.*", "", line) for line in said_too.out.splitlines()[1:]]
 
 
+@pytest.mark.drill
 def test_mixed_precision_trains_nearly_the_same_model(trained):
     one, amp = (epochs(trained(name)[1].out) for name in ("train_yolov3.py", "train_yolov3_amp.py"))
     for left, right in zip(one, amp, strict=True):
@@ -58,8 +59,8 @@ def merged(child, folder):
     return path
 
 
-@pytest.mark.parametrize("child", [pytest.param("train_mp.py", marks=pytest.mark.drill),
-                                   pytest.param("train_elastic.py", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("child", ["train_mp.py", "train_elastic.py"])
 def test_a_merge_with_another_idea_is_a_script(trained, scenes, child, tmp_path):
     """Its weights are bit-identical to those of train_yolov3_DDP.py."""
     script = merged(child, tmp_path / "merged")

@@ -140,8 +140,9 @@ def test_the_score_is_a_ratio_that_evaluate_shows_without_its_parts(trained):
     assert "val_loss {}  pixels {}  iou {}\n".format(*one[-1]) in said and "union" not in said + result.out
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("script", ["train_DDP.py", "train_combined.py", "train_DCP.py"])
+@pytest.mark.parametrize("script", [
+    pytest.param("train_DCP.py", marks=pytest.mark.drill),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("train_DDP.py", "train_combined.py"))])
 def test_all_processes_stop_early_after_the_same_epoch(tmp_path, script):
     """The first epoch has the best score. tests/unit/test_scripts.py stops each script on one process."""
     copy = copy_out(script, tmp_path / "project")

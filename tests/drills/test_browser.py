@@ -1,5 +1,6 @@
 """The page that shows the scripts side by side, in a real browser."""
 import itertools
+import re
 import shutil
 
 import build_page
@@ -19,7 +20,10 @@ def browser():
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (program and driver):
         pytest.skip("no browser: apt-get install chromium chromium-driver")
-    PAGE.write_text(build_page.build())
+    html = build_page.build()
+    assert re.findall(r"<(?:link|script|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?([^\"' >]*)", html) == ["data:,"]
+    assert not re.search(r"@import|url\(", html)  # so the page loads nothing
+    PAGE.write_text(html)
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for name in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", "disable-background-networking"):

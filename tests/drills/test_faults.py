@@ -16,9 +16,10 @@ STAGES = {"start": None, "headline": "^cpu: batch", "training": "^epoch +1/"}
 
 
 @pytest.mark.parametrize(("start", "stage", "sent"), [
-    ("train_mp.py", "start", "SIGTERM"), ("train_mp.py", "headline", "SIGTERM"), ("torchrun", "training", "SIGTERM"),
+    ("train_mp.py", "start", "SIGTERM"), ("torchrun", "training", "SIGTERM"),
     *(pytest.param(*row, marks=pytest.mark.nightly) for row in (
-        ("train.py", "start", "SIGINT"), ("train.py", "training", "SIGTERM"), ("launch", "training", "SIGINT")))])
+        ("train_mp.py", "headline", "SIGTERM"), ("train.py", "start", "SIGINT"), ("train.py", "training", "SIGTERM"),
+        ("launch", "training", "SIGINT")))])
 def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, stage, sent):
     """It ends long before its 1,000 epochs, with a nonzero exit code and, once the script runs, one line of its output.
 

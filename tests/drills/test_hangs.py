@@ -28,7 +28,8 @@ def shows(output, line):
     return re.search("[^\n]*".join(map(re.escape, parts)), output)
 
 
-@pytest.mark.parametrize("command", ENDING)
+@pytest.mark.parametrize("command", [
+    ENDING[0], *(pytest.param(command, marks=pytest.mark.nightly) for command in ENDING[1:])])
 def test_a_command_prints_what_the_page_shows(command):
     variables, words = split(command)
     result = run(*words, env=variables, seconds=120)
@@ -37,7 +38,7 @@ def test_a_command_prints_what_the_page_shows(command):
         assert shows(result.out + result.err, line), f"{line}\nis not in\n{result.out}{result.err}"
 
 
-@pytest.mark.parametrize("stuck", [[], ["--stuck"]])
+@pytest.mark.parametrize("stuck", [pytest.param([], marks=pytest.mark.nightly), ["--stuck"]])
 def test_py_spy_finds_the_missing_rank(stuck):
     """All ranks except the missing one are in the all-reduce, and each stack contains the lines on the page."""
     if not py_spy():
@@ -61,12 +62,12 @@ def test_py_spy_finds_the_missing_rank(stuck):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    pytest.param("shapes", "appears not to match sizes of the same param in process 0.", marks=pytest.mark.nightly),
-    ("peer", "Connection (reset|closed) by peer"),
-    pytest.param("sizes", "Received data size doesn't match expected size.", marks=pytest.mark.nightly),
-    ("open_files", "Too many open files. Communication with the workers is no longer possible."),
     ("shared_memory", "is killed by signal: Bus error. It is possible that dataloader's workers are out of shared"),
-])
+    *(pytest.param(*row, marks=pytest.mark.nightly) for row in (
+        ("shapes", "appears not to match sizes of the same param in process 0."),
+        ("peer", "Connection (reset|closed) by peer"),
+        ("sizes", "Received data size doesn't match expected size."),
+        ("open_files", "Too many open files. Communication with the workers is no longer possible.")))])
 def test_an_example_with_processes_produces_the_message(name, message):
     result = run(sys.executable, "docs/examples/errors.py", name)
     assert result.code == 1 and re.search(message, result.err), result.err

@@ -48,6 +48,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(both, reference, 
     assert same(load(reference), load(tmp_path / "last.pt"))
 
 
+@pytest.mark.nightly
 def test_a_host_joins_and_leaves(both, reference, tmp_path):
     """One host starts, a second joins and is then terminated: the weights equal those of an uninterrupted run."""
     command = ["1:2", "train_elastic.py", *ARGUMENTS, "--resume", "auto", "--output-dir", tmp_path]

@@ -32,8 +32,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", [
-    "FSDP on 3", "two replicas", "TP on 2", "interleaved",
-    *(pytest.param(name, marks=[pytest.mark.nightly, GRID]) for name in ("TP on 2 x 2", "TP on 4", "PP on 1"))])
+    "two replicas", "interleaved", *(pytest.param(name, marks=pytest.mark.nightly) for name in (
+        "FSDP on 3", "TP on 2", "PP on 1")),
+    *(pytest.param(name, marks=[pytest.mark.nightly, GRID]) for name in ("TP on 2 x 2", "TP on 4"))])
 def test_a_layout_trains_the_baselines_model(references, tmp_path, name):
     processes, script, *options = LAYOUTS[name]
     good(run(*TORCHRUN, f"--nproc-per-node={processes}", script, *options, *VIT, "--output-dir", tmp_path, env=FLOAT64))
@@ -55,6 +56,7 @@ def test_a_validation_set_smaller_than_the_processes_is_measured_exactly(photos,
     assert found[0] == found[1]
 
 
+@pytest.mark.nightly
 def test_fsdp_is_ddp_in_float32_too(tmp_path):
     """On some processors the bits are equal; on one with AVX2 only, matrices in other memory round differently."""
     for script in ("train_DDP.py", "train_FSDP.py"):

@@ -48,6 +48,7 @@ def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, t
     assert len(list((tmp_path / "ray").glob("events*"))) == 1
 
 
+@pytest.mark.nightly
 def test_ray_starts_again_what_died(ray_environment, tmp_path):
     command = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--max-failures", "1", "--", *ARGUMENTS,
                "--epochs", "6", "--resume", "auto", "--output-dir", tmp_path / "out"]

@@ -36,8 +36,8 @@ def test_the_whole_default_run_trains_the_baselines_model(tmp_path):
 
 
 @pytest.mark.parametrize("script", [
-    name if name in ("train_combined.py", "train_FSDP.py") else
-    pytest.param(name, marks=pytest.mark.nightly) for name in SCRIPTS if name not in ("train.py", "train_DDP.py")])
+    name if name == "train_combined.py" else pytest.param(name, marks=pytest.mark.nightly)
+    for name in SCRIPTS if name not in ("train.py", "train_DDP.py")])
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script):
     folder, whole = runs(script)
     second = folder / ("step-0000014" if script == "train_DCP.py" else "epoch-001.pt")
@@ -73,6 +73,7 @@ def test_two_halves_of_a_launch_on_two_hosts_are_one_run(runs, tmp_path):
     assert distance(tmp_path / "last.pt", whole / "last.pt") < 1e-11
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
     whole = runs("train.py")[0]
     good(run(*RUNS["train_DDP.py on 3"], "--resume", whole / "epoch-001.pt", "--output-dir", tmp_path, env=FLOAT64))
