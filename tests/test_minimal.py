@@ -58,7 +58,7 @@ def test_any_number_of_processes_trains_the_same_model(trained, name):
     assert same_lines == lines  # one process prints; losses, learning rates and the last epoch are the same
 
 
-@pytest.mark.nightly
+@pytest.mark.drill
 def test_mixed_precision_trains_on_two_processes(trained):
     """It runs in float64, which autocast does not change: only the loss is float32."""
     assert trained("amp")[1] == trained("train.py")[1][:2]
