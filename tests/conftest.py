@@ -1,5 +1,6 @@
 """Run the scripts as a user does: with the real command, the real launcher and real processes."""
 import collections
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -45,9 +46,8 @@ FLOAT64 = float64(SCRATCH.name)  # for a run whose steps no test compares
 SCRIPTS = [path.name for path in markers.scripts()
            if path.parent == ROOT and re.match("train(?!_yolov3|_lm)", path.name)]
 # What a script needs to show its idea in a short run; a script that is not listed needs nothing
-OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_elastic.py": ["--snapshot-every", "5"],
-           "train_DCP.py": ["--snapshot-every", "5"], "train_grad_accum.py": ["--accum-steps", "5"],
-           "train_lm_DCP.py": ["--snapshot-every", "5"],
+OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_grad_accum.py": ["--accum-steps", "5"],
+           **dict.fromkeys(["train_elastic.py", "train_DCP.py", "train_lm_DCP.py"], ["--snapshot-every", "5"]),
            "train_combined.py": ["--precision", "fp32", "--accum-steps", "5", "--snapshot-every", "5"]}
 # What the commands of `runs` share. Processes and micro-batches divide a batch of 96 evenly or not: 48, 32, 9.6
 SAME = ["--epochs", "2", "--batch-size", "96", "--seed", "3", "--save-every", "1", "--workers", "0"]
@@ -71,16 +71,14 @@ NOISE = re.compile(r"Traceback \(most|^[\w.]+(Error|Exception|Interrupt)\b(:|$)|
 EXPLAINED = {
     r"(site|dist)-packages/\S+:\d+: \w+Warning: ": "a package warns of its own code: each version of it differs",
     r"/lib/python3\.\d+/\S+:\d+: \w+Warning: ": "Python, of its own code: each version differs",
-    r"\[W\d+ .*\.cpp:\d+\] Warning: ": "torch's C++, such as that --find-unused-parameters has found none",
-}
+    r"\[W\d+ .*\.cpp:\d+\] Warning: ": "torch's C++, such as that --find-unused-parameters has found none"}
 
 # Where a test launches a script in STRICT, all other warnings are errors if TESTS_WARNINGS=error, as in .ci/run
 ALLOWED = {
     "ignore::ResourceWarning": "a run keeps the lock of its --output-dir open until it ends: common/checkpoint.py",
     "ignore:The module torch.distributed.launch is deprecated:FutureWarning": "it starts what torchrun starts",
     "ignore:The image decoding and encoding:DeprecationWarning": "torchvision's; common/images.py prefers torchcodec",
-    "ignore:FSDP2-wrapped module:UserWarning": "train_TP.py: split layers return views; nothing changes them in place",
-}
+    "ignore:FSDP2-wrapped module:UserWarning": "train_TP.py: split layers return views; nothing changes them in place"}
 WARNINGS = {"PYTHONWARNINGS": ",".join(["error", *ALLOWED])}  # inherited by a launcher's processes and their workers
 STRICT = WARNINGS if os.environ.get("TESTS_WARNINGS") == "error" else {}
 
@@ -190,33 +188,26 @@ def _read_terminal(master, shown):
         shown.append(data.decode(errors="replace"))
 
 
+def _living():
+    """Yield the process ID, the parent's and the session's of each living process."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, parent, _, session = stat.read_text().rsplit(") ", 1)[1].split()[:4]
+            if state not in "ZX":
+                yield int(stat.parent.name), int(parent), int(session)
+
+
 def descendants(process):
     """Return a living process and all its descendants, itself first."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rsplit(") ", 1)[1].split()[:2]
-        except OSError:
-            continue
-        if state not in "ZX":
-            parents.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = [process]
-    for pid in found:
-        found += parents.get(pid, [])
+    found, living = [process], list(_living())
+    for ancestor in found:
+        found += [pid for pid, parent, _ in living if parent == ancestor]
     return found
 
 
 def processes_of_session(session):
     """Return the living processes of a session: those that a command started and did not end."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, its_session = entry.joinpath("stat").read_text().rsplit(") ", 1)[1].split()[:4]
-        except (OSError, ValueError):
-            continue
-        if int(its_session) == session and state not in "ZX":
-            found.append(int(entry.name))
-    return found
+    return [pid for pid, _, its_session in _living() if its_session == session]
 
 
 def good(finished):
@@ -404,6 +395,15 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
     for number, handler in handlers.items():  # what the tests start would inherit that a stopped script ignores them
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def group(alone):
+    """Create a process group of this process alone, on gloo, and return it."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, descendants, processes_of_session
 
 
-class Live:
+class Live(contextlib.AbstractContextManager):
     """A command in a separate session, whose two output streams are read line by line.
 
         with Live(PYTHON, "train.py") as run:
@@ -59,12 +59,8 @@ class Live:
     def said(self):
         return "\n".join([*self.out[-30:], *self.err[-30:]])
 
-    def processes(self):
-        """Return the living processes of the session (torchrun's workers have one of their own: see `family`)."""
-        return processes_of_session(self.process.pid)
-
     def family(self):
-        """Return the command's process and all its descendants."""
+        """Return the command's process and all its descendants, which can have sessions of their own."""
         return descendants(self.process.pid) if self.process.poll() is None else []
 
     def ranks(self):
@@ -104,11 +100,8 @@ class Live:
             reader.join(5)
         return self.process.returncode
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *_):
-        for pid in {*self.family(), *self.processes()}:
+        for pid in {*self.family(), *processes_of_session(self.process.pid)}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

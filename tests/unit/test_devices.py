@@ -42,21 +42,16 @@ def choose(name, machine, count, *group):
     (None, "mps", 1, (1, 2), "cpu"),
     ("cpu", "mps", 1, (1, 2), "cpu"),
     # one process may name its device, under a launcher too
-    ("cuda:1", "cuda", 4, (0, 1), "cuda:1"),
-])
+    ("cuda:1", "cuda", 4, (0, 1), "cuda:1")])
 def test_the_choice(asked, machine, count, group, chosen):
     assert choose(asked, machine, count, *group) == chosen
 
 
 @pytest.mark.parametrize(("asked", "machine", "count", "group", "said"), [
-    ("warp", "cuda", 1, (), "no such kind of device"),
-    ("cuda", None, 0, (), "not on this machine"),
-    ("cuda", "mps", 1, (), "its accelerator: mps"),
-    ("cuda:4", "cuda", 4, (), "has 4, numbered from 0"),
-    ("cuda:4", "cuda", 4, (0, 1), "has 4, numbered from 0"),
-    ("mps", "mps", 1, (0, 1), "--device cpu"),
-    ("cuda:1", "cuda", 4, (0, 2), "CUDA_VISIBLE_DEVICES"),
-])
+    ("warp", "cuda", 1, (), "no such kind of device"), ("cuda", None, 0, (), "not on this machine"),
+    ("cuda", "mps", 1, (), "its accelerator: mps"), ("cuda:4", "cuda", 4, (), "has 4, numbered from 0"),
+    ("cuda:4", "cuda", 4, (0, 1), "has 4, numbered from 0"), ("mps", "mps", 1, (0, 1), "--device cpu"),
+    ("cuda:1", "cuda", 4, (0, 2), "CUDA_VISIBLE_DEVICES")])
 def test_what_cannot_be_had_is_refused(asked, machine, count, group, said):
     with pytest.raises(UsageError) as refused:
         choose(asked, machine, count, *group)
@@ -172,17 +167,14 @@ def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=
     ({"name": "nccl", "device_type": "cuda", "default": "nccl", "shared": True}, "nccl"),  # as asked for
     ({"name": "gloo", "device_type": "cuda", "default": "nccl"}, "gloo"),
     ({"device_type": "cuda", "default": "nccl", "version": "2.9.1"}, "nccl"),
-    ({"device_type": "cpu", "default": "gloo", "version": "2.9.1"}, "gloo"),
-])
+    ({"device_type": "cpu", "default": "gloo", "version": "2.9.1"}, "gloo")])
 def test_the_backend_follows_from_the_device_the_build_and_sharing(options, backend):
     assert pick(**{"name": None} | options) == backend
 
 
 @pytest.mark.parametrize(("name", "device_type", "available", "said"), [
     ("nccl", "cpu", ("nccl", "gloo"), "does not work on cpu; use gloo"),
-    ("nccl", "cpu", ("gloo",), "not in this build"),
-    ("smoke", "cpu", ("gloo",), "not in this build"),
-])
+    ("nccl", "cpu", ("gloo",), "not in this build"), ("smoke", "cpu", ("gloo",), "not in this build")])
 def test_a_backend_that_cannot_work_is_refused(name, device_type, available, said):
     with pytest.raises(UsageError, match=f"--backend {name}: {said}"):
         pick(name, device_type, "gloo", available)
@@ -202,12 +194,9 @@ class Unpicklable(torch.Tensor):
         raise AssertionError("the rows were pickled")
 
 
-def test_detections_are_gathered_without_pickling(tmp_path):
+def test_detections_are_gathered_without_pickling(request):
     rows = torch.arange(15.0).reshape(5, 3)
     assert reduce.gather_rows(rows) is rows
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert torch.equal(reduce.gather_rows(rows.as_subclass(Unpicklable)), rows)
-        assert reduce.gather_rows(rows[:0]).shape == (0, 3)
-    finally:
-        dist.destroy_process_group()
+    request.getfixturevalue("group")
+    assert torch.equal(reduce.gather_rows(rows.as_subclass(Unpicklable)), rows)
+    assert reduce.gather_rows(rows[:0]).shape == (0, 3)

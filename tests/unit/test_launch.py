@@ -32,12 +32,8 @@ SLURM = pytest.mark.skipif(sys.platform == "win32", reason="scontrol is a shell 
 
 
 @pytest.fixture
-def environment(monkeypatch):
+def environment(alone, monkeypatch):
     """Set variables in an environment without a launcher's."""
-    for name in os.environ:
-        if name.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_")) or name in ALONE:
-            monkeypatch.delenv(name)
-
     def update(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -52,8 +48,7 @@ def environment(monkeypatch):
     (INTERACTIVE, 13134, True, False),
     (INTERACTIVE, 13134, False, False),  # a notebook's kernel, say
     (BATCH, 11511, False, False),
-    ({}, 1, True, False),
-])
+    ({}, 1, True, False)])
 def test_only_what_a_parallel_step_started_is_a_task(env, pid, has_terminal, expected):
     assert launch.is_task(env, pid, has_terminal) == expected
 
@@ -75,9 +70,8 @@ def test_jobs_and_steps_side_by_side_have_ports_of_their_own():
 def test_a_task_of_slurm_gets_the_variables_of_torch(environment):
     """With MASTER_ADDR set, scontrol is not needed: containers lack it."""
     environment(TASK | {"MASTER_ADDR": "head", "PATH": "", "SLURM_TASK_PID": str(os.getpid())})
-    assert launch.launch_environment() == {
-        "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "head",
-        "MASTER_PORT": "12060"}
+    assert launch.launch_environment() == {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                                           "MASTER_ADDR": "head", "MASTER_PORT": "12060"}
     assert launch.local_world_size() == 1
     environment({"MASTER_PORT": "29500", "SLURM_NODEID": "0"})
     assert launch.launch_environment()["MASTER_PORT"] == "29500"
@@ -124,8 +118,7 @@ def test_another_launcher_has_the_last_word_under_slurm(environment):
     (64, 32, 4, 8),  # Slurm without task/affinity: the mask is the machine's, the step has half of it
     (16, 32, 8, 4),  # torchrun --numa-binding=node: four processes share each of two halves
     (2, 2, 3, 1),
-    (6, 8, 1, 6),
-])
+    (6, 8, 1, 6)])
 def test_cores_of_their_own_are_not_divided_again(own, total, processes, expected):
     assert launch.share_cores(own, total, processes) == expected
 

@@ -2,7 +2,6 @@
 import argparse
 import pickle
 import runpy
-import signal
 import sys
 import zipfile
 
@@ -57,8 +56,7 @@ MISTAKES = {
     "train.py --resume {tmp}/shapes.pt": ["--resume {tmp}/shapes.pt", "model", "--dataset"],
     "train.py --weights {tmp}/text.pt": ["--weights {tmp}/text.pt", "not"],
     "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "rejected"],
-    "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "rejected"],
-}
+    "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "rejected"]}
 
 
 class Code:
@@ -97,13 +95,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def here(alone, tmp_path, monkeypatch):
-    """Undo what a script sets in this process, and drop the exit handlers that it registers."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Drop the exit handlers that a script registers; `alone` undoes what it sets in this process."""
     monkeypatch.setattr("atexit.register", lambda *_: None)
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.chdir(tmp_path)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("command", MISTAKES)
@@ -121,13 +116,9 @@ def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, comma
 
 
 @pytest.mark.parametrize(("kind", "taken", "refused"), [
-    (cli.positive_int, ["1", "10"], ["0", "-1", "1.5", "one"]),
-    (cli.count, ["0", "1"], ["-1", "0.5"]),
-    (cli.positive, ["1e-30", "2"], ["0", "-1", "nan", "inf"]),
-    (cli.not_negative, ["0", "0.1"], ["-0.1", "nan", "inf"]),
-    (cli.fraction, ["0", "0.5", "1"], ["-0.01", "1.01", "nan"]),
-    (cli.port_number, ["1", "65535"], ["0", "65536"]),
-])
+    (cli.positive_int, ["1", "10"], ["0", "-1", "1.5", "one"]), (cli.count, ["0", "1"], ["-1", "0.5"]),
+    (cli.positive, ["1e-30", "2"], ["0", "-1", "nan", "inf"]), (cli.not_negative, ["0", "0.1"], ["-0.1", "nan", "inf"]),
+    (cli.fraction, ["0", "0.5", "1"], ["-0.01", "1.01", "nan"]), (cli.port_number, ["1", "65535"], ["0", "65536"])])
 def test_a_number_out_of_its_range_is_refused(kind, taken, refused):
     assert [kind(text) for text in taken] == [float(text) for text in taken]
     for text in refused:

@@ -3,16 +3,15 @@ import re
 import runpy
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import markers
 import pytest
 import texts
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-ROOT = DOCS.parent
+DOCS = ROOT / "docs"
 PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *DOCS.glob("**/*.md"))]
 EXAMPLES = runpy.run_path(str(DOCS / "examples/errors.py"))
 ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").read_text().splitlines()
@@ -69,10 +68,9 @@ def test_the_index_has_every_example_and_a_source_for_every_other_error():
 
 @pytest.mark.parametrize("error", [error for error in EXAMPLES["ERRORS"] if error.__name__ not in PROCESSES],
                          ids=lambda error: error.__name__)
-def test_an_example_produces_the_message(error, capfd, monkeypatch):
+def test_an_example_produces_the_message(error, capfd, alone):
     if error.__name__ == "nccl" and (torch.cuda.is_available() or not dist.is_nccl_available()):
         pytest.skip("needs a torch with NCCL on a machine without a GPU")
-    monkeypatch.delenv("RANK", raising=False)
     said = ""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -80,9 +78,6 @@ def test_an_example_produces_the_message(error, capfd, monkeypatch):
             error()
         except (Exception, SystemExit) as raised:
             said = f"{raised}"
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
     said = "\n".join([said, *(str(warning.message) for warning in warned), *capfd.readouterr()])
     messages = [found[1] for found in re.findall(r"(`+)(.+?)\1(?!`)", NAMED[error.__name__])]
     patterns = [".*".join(map(re.escape, re.split(r"\s*\.\.\.\s*", message))) for message in messages]

@@ -2,6 +2,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from common import errors, models, recipe
@@ -67,43 +68,29 @@ def test_powersgd_would_keep_an_overflow():
         recipe.compress(None, "powersgd", scaled=True)
 
 
-class Block(torch.nn.Module):
+class Block(torch.nn.Sequential):
     """Four layers of 1 MiB, DDP's first bucket."""
 
     def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(512, 512) for _ in range(4)])
-
-    def forward(self, inputs):
-        for layer in self.layers:
-            inputs = layer(inputs)
-        return inputs
-
-
-@pytest.fixture
-def ddp():
-    """Return a function that wraps a model in DDP, in a group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield torch.nn.parallel.DistributedDataParallel
-    dist.destroy_process_group()
+        super().__init__(*(torch.nn.Linear(512, 512) for _ in range(4)))
 
 
 @pytest.mark.drill
-def test_each_block_is_one_graph_and_equal_blocks_are_one_too(ddp):
+def test_each_block_is_one_graph_and_equal_blocks_are_one_too(group):
     from torch._dynamo import config, utils
 
     utils.counters.clear()
     model = torch.nn.Sequential(Block(), Block())
     with config.patch(optimize_ddp=config.optimize_ddp):  # restores it afterwards
         recipe.compile_blocks(model)
-        ddp(model)(torch.randn(2, 512, requires_grad=True)).sum().backward()
+        DistributedDataParallel(model)(torch.randn(2, 512, requires_grad=True)).sum().backward()
     assert utils.counters["aot_autograd"]["ok"] == 1
 
 
-def test_bf16_gradients_lose_digits_or_are_refused_where_torch_has_no_nccl(ddp):
+def test_bf16_gradients_lose_digits_or_are_refused_where_torch_has_no_nccl(group):
     """The test accepts both builds of torch: the CUDA build has NCCL, and the CPU build does not."""
     model = torch.nn.Linear(3, 1, bias=False)
-    parallel_model, inputs = ddp(model), torch.tensor([[1 / 3, 1 / 5, 1 / 7]])
+    parallel_model, inputs = DistributedDataParallel(model), torch.tensor([[1 / 3, 1 / 5, 1 / 7]])
     if not dist.is_nccl_available():
         with pytest.raises(errors.UsageError, match="--compress bf16: this build of torch has neither NCCL nor XCCL"):
             recipe.compress(parallel_model, "bf16", scaled=False)

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,12 +104,11 @@ def test_a_stage_whose_layers_are_frozen_has_nothing_to_clip():
     assert shards.clip_grad_norm(frozen.parameters(), None) is None
 
 
-def test_a_copy_is_scaled_but_does_not_count(alone, tmp_path):
+def test_a_copy_is_scaled_but_does_not_count(group):
     """As a tied embedding on the last stage: another stage counts its gradient."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     weight, copy = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     weight.grad, copy.grad = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
-    assert shards.clip_grad_norm([weight, copy], 1.0, dist.group.WORLD, [copy]) == 5
+    assert shards.clip_grad_norm([weight, copy], 1.0, group, [copy]) == 5
     assert weight.grad.norm() == copy.grad.norm() == pytest.approx(1)
 
 
@@ -177,9 +175,8 @@ CREATE = {"cnn": lambda: models.create_model("cnn", 10, (1, 28, 28)), "foreign":
 
 
 @pytest.mark.parametrize("name", CREATE)
-def test_a_model_is_filled_with_the_weights_of_one_device(alone, tmp_path, name):
+def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
     """Its buffers are filled, too: to_empty() leaves arbitrary values. The weights are drawn only then."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     torch.manual_seed(3)
     expected = {key: value.clone() for key, value in tensors_of(CREATE[name]()).items()}
     torch.manual_seed(3)
@@ -192,9 +189,8 @@ def test_a_model_is_filled_with_the_weights_of_one_device(alone, tmp_path, name)
     assert not weights.whole and not weights.recorder
 
 
-def test_a_layer_drawn_twice_is_held_once(alone, tmp_path):
+def test_a_layer_drawn_twice_is_held_once(group):
     """Only one tensor exists at a time."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     model, weights = initial.outline(CREATE["resnet18"])
     names = [*tensors_of(model)]
     largest = max(value.nbytes for value in tensors_of(model).values())
@@ -225,9 +221,8 @@ class Text(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleDict({
-            "words": nn.Embedding(50, 8), "lower": nn.ModuleList([encoder_layer()]),
-            "upper": nn.ModuleList([encoder_layer()]), "head": nn.Linear(8, 50, bias=False)})
+        self.parts = nn.ModuleDict({"words": nn.Embedding(50, 8), "lower": nn.ModuleList([encoder_layer()]),
+                                    "upper": nn.ModuleList([encoder_layer()]), "head": nn.Linear(8, 50, bias=False)})
         self.parts["head"].weight = self.parts["words"].weight
 
     def forward(self, tokens):
@@ -246,9 +241,8 @@ class Wrapper(nn.Module):
         return self.network(inputs)
 
 
-def test_the_parts_of_a_network_in_a_wrapper_become_units(alone, tmp_path):
+def test_the_parts_of_a_network_in_a_wrapper_become_units(group):
     """The layers that share a weight stay in the root's unit: as units, each would train a weight of its own."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     model, tokens = Wrapper(Text()), torch.arange(12).reshape(3, 4)
     expected = model(tokens)
     blocks = layers.blocks(model)
@@ -363,9 +357,8 @@ def test_a_snapshot_does_not_replace_the_best_epoch_nor_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_saves_what_is_not_sharded(tmp_path, monkeypatch, alone, rank):
+def test_rank_0_saves_what_is_not_sharded(tmp_path, monkeypatch, group, rank):
     """BatchNorm's statistics are equal on all ranks only between epochs; within an epoch, rank 0's are saved."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     monkeypatch.setattr(folders, "is_main_process", lambda: rank == 0)
     for values, name in (({"step": 2}, "snapshot-0000009"), ({}, "step-0000009")):
         path, tensors = folders.create(tmp_path, 9, {"model": nn.BatchNorm1d(3, affine=False)}, epoch=1, **values)
