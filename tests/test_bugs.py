@@ -6,8 +6,7 @@ import pytest
 from benchmarks import bugs
 
 FOUND = bugs.programs()
-CASES = [pytest.param(program, bug, id=name)
-         for program in FOUND.values()
+CASES = [pytest.param(program, bug, id=name) for program in FOUND.values()
          for name, bug in [(program.name, None), *program.bugs.items()]]
 
 

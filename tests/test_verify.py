@@ -4,12 +4,10 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import FROM_ROOT, PROGRAMS, ROOT, command, copy_out, replace_lines, run
+from conftest import FROM_ROOT, PROGRAMS, PYTHON, ROOT, command, copy_out, good, replace_lines, run
 
 import verify
 from verify.comparing import Failure, printed_differ
@@ -19,13 +17,12 @@ from verify.watching import new_order, watch
 
 # What the ranks of each mistake recorded: tests/programs/mistakes.py
 CAUSES = {
-    "weights of each rank": "start", "model instead of DDP": "not-averaged",
-    "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch", "summed loss": "scale",
-    "rate times 2": "learning-rate", "batch per process": "batch-size", "fewer epochs": "batch-size",
-    "no sampler": "samples", "batchnorm left in eval": "evaluation", "batchnorm": "batchnorm",
-    "mean over own tokens": "uneven-mean", "rank 0 stops": "rank-stops", "clip per rank": "clip",
-    "functional dropout": "random", "weight decay": "optimizer", "decay of ranks": "optimizer",
-    "equal rows by hand": "samples", "cut by hand, summed again": "group-scale",
+    "weights of each rank": "start", "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr",
+    "no set_epoch": "set-epoch", "summed loss": "scale", "rate times 2": "learning-rate",
+    "batch per process": "batch-size", "fewer epochs": "batch-size", "no sampler": "samples",
+    "batchnorm left in eval": "evaluation", "batchnorm": "batchnorm", "mean over own tokens": "uneven-mean",
+    "rank 0 stops": "rank-stops", "clip per rank": "clip", "functional dropout": "random", "weight decay": "optimizer",
+    "decay of ranks": "optimizer", "equal rows by hand": "samples", "cut by hand, summed again": "group-scale",
     "parts of a gradient": "partial", "detached loss": "no-gradient", "one layer doubled": "group-scale",
     "mean without backward": "no-backward", "average on rank 0": "buffers", "buffer of a share": "buffers",
     "gradient flipped": "unknown", "gradients reset": "reset", "other values": "samples",
@@ -44,10 +41,16 @@ def records(tmp_path_factory):
     if not hasattr(os, "fork"):
         pytest.skip("this system cannot fork")
     folder = tmp_path_factory.mktemp("records")
-    said = subprocess.run([sys.executable, PROGRAMS / "mistakes.py", folder], env={**os.environ, **FROM_ROOT},
-                          capture_output=True, text=True, timeout=300)
-    assert said.returncode == 0, said.stderr
+    good(run(PYTHON, PROGRAMS / "mistakes.py", folder, env=FROM_ROOT))
     return folder
+
+
+def of_one(records, mistake):
+    """Return the record of one process that a mistake is compared with."""
+    others = {"batchnorm left in eval": "batchnorm on 2", "average on rank 0": "average on 1",
+              "gradient flipped": "right on 2"}
+    one = records / others.get(mistake, f"{mistake} on 1")
+    return one if one.exists() else records / "right on 1"
 
 
 def test_every_cause_has_a_mistake_that_shows_it():
@@ -66,12 +69,8 @@ def test_two_ranks_train_the_model_of_one(records, way):
 
 @pytest.mark.parametrize("mistake", CAUSES)
 def test_the_cause_of_a_mistake_is_named(records, mistake):
-    others = {"batchnorm left in eval": "batchnorm on 2", "average on rank 0": "average on 1",
-              "gradient flipped": "right on 2"}
-    one = records / others.get(mistake, f"{mistake} on 1")
-    one = one if one.exists() else records / "right on 1"
     failed = None, Failure("exit code 1") if mistake == "rank 0 stops" else None
-    report = verify.compare(one, records / f"{mistake} on 2", failed=failed)
+    report = verify.compare(of_one(records, mistake), records / f"{mistake} on 2", failed=failed)
     assert (report["verdict"], report["cause"]) == ("different", CAUSES[mistake]), report
     assert report["step"] == STEPS.get(mistake, 1)
     if mistake not in ("fewer epochs", "rank 0 stops"):
@@ -83,18 +82,12 @@ def test_ranks_that_differ_alike_in_two_runs_of_a_command_are_reproducible(recor
     assert verify.compare(records / f"{way} on 2", records / f"{way} on 2", again=True)["verdict"] == "same"
 
 
-def test_the_samples_of_a_loop_without_a_loader_are_the_inputs_of_the_model(records):
-    report = verify.compare(records / "equal rows by hand on 1", records / "equal rows by hand on 2")
-    assert "every rank reads the same samples" in report["message"]
-
-
 @pytest.mark.parametrize(("mistake", "said"), [
     ("other values", "the same samples have different values"), ("order of one process", "B shuffles"),
-    ("no sampler", "every rank reads the same samples")])
+    ("no sampler", "every rank reads the same samples"), ("equal rows by hand", "every rank reads the same samples")])
 def test_the_answer_says_how_samples_differ(records, mistake, said):
-    one = records / f"{mistake} on 1"
-    one = one if one.exists() else records / "right on 1"
-    assert said in verify.compare(one, records / f"{mistake} on 2")["message"]
+    """The samples of a loop without a loader, such as the rows by hand, are the inputs of the model."""
+    assert said in verify.compare(of_one(records, mistake), records / f"{mistake} on 2")["message"]
 
 
 def test_a_draw_is_named_and_a_slice_is_not_taken_for_an_output_that_differs(records):
@@ -130,20 +123,16 @@ def test_a_parameter_is_known_by_its_name_or_by_its_place_or_by_its_weights():
     ([], "COMMAND"), (["true"], "COMMAND"), (["true", "'"], "'"), (["", "true"], "empty"),
     (["--steps", "x", "true", "true"], "'x'"), (["--json", "nowhere/report.json", "true", "true"], "nowhere")])
 def test_wrong_usage_is_named_in_one_line(arguments, names):
-    said = subprocess.run([sys.executable, "-m", "verify", *arguments], capture_output=True, text=True, timeout=60,
-                          cwd=ROOT)
-    assert said.returncode == 2 and said.stdout == ""
-    assert len(said.stderr.splitlines()) == 1 and names in said.stderr
+    said = run(PYTHON, "-m", "verify", *arguments)
+    assert said.code == 2 and said.out == "" and len(said.err.splitlines()) == 1 and names in said.err
 
 
 @pytest.mark.parametrize(("command", "said"), [
     ("true", "command A took no optimizer step"), ("sh -c 'echo broken pipe >&2; exit 3'", "broken pipe"),
     ("/no/such/program", "/no/such/program")])
 def test_commands_that_train_nothing_are_not_comparable(command, said, tmp_path):
-    result = subprocess.run([sys.executable, "-m", "verify", "--json", tmp_path / "report.json", command, "true"],
-                            capture_output=True, text=True, timeout=60,
-                          cwd=ROOT)
-    assert result.returncode == 2 and "\nnot comparable: " in result.stdout and said in result.stdout
+    result = run(PYTHON, "-m", "verify", "--json", tmp_path / "report.json", command, "true")
+    assert result.code == 2 and "\nnot comparable: " in result.out and said in result.out
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "not comparable"
 
 
@@ -164,7 +153,7 @@ def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
 
 def test_a_run_that_fails_does_not_differ(records, tmp_path):
     """verify reports its error, not the missing steps that follow from it."""
-    failed = verify.record(f"{sys.executable} {PROGRAMS / 'ending.py'} error", tmp_path / "run", 60)
+    failed = verify.record(f"{PYTHON} {PROGRAMS / 'ending.py'} error", tmp_path / "run", 60)
     assert "a picture is broken" in failed.said
     assert verify.compare(records / "well", tmp_path / "run", failed=(None, failed))["cause"] is None
     assert verify.compare(records / "well", tmp_path / "run")["cause"] == "batch-size"
@@ -254,15 +243,12 @@ LANGUAGE = ["--epochs", "1", "--batch-size", "12", "--windows", "26", "--length"
 def verify_meshes(scripts, folder, cwd=ROOT):
     """Return what verify says about two scripts for language models; the second has two processes."""
     commands = [[*command(script), *LANGUAGE, "--output-dir", folder / script] for script in scripts]
-    said = run(sys.executable, "-m", "verify", *[shlex.join(map(str, words)) for words in commands], cwd=cwd,
-               env=FROM_ROOT)
-    return said.out
+    return run(PYTHON, "-m", "verify", *[shlex.join(map(str, words)) for words in commands], cwd=cwd, env=FROM_ROOT).out
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scripts", [
-    ("train_lm.py", "train_lm_CP.py"), ("train_lm.py", "train_lm_TP.py"), ("train_lm.py", "train_lm_4D.py"),
-    ("train_lm_CP.py", "train_lm_TP.py")])
+@pytest.mark.parametrize("scripts", [("train_lm.py", "train_lm_CP.py"), ("train_lm.py", "train_lm_TP.py"),
+                                     ("train_lm.py", "train_lm_4D.py"), ("train_lm_CP.py", "train_lm_TP.py")])
 def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
     said = verify_meshes(scripts, tmp_path)
     assert re.search(r"^same: 2 steps, greatest relative difference \S+e-1[3-6]$", said, re.M), said

@@ -19,15 +19,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import verify
 
 MISTAKES = [
-    "right", "weights of each rank", "model instead of DDP", "scheduler on rank 0", "no set_epoch",
-    "summed loss", "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm",
-    "batchnorm left in eval", "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout",
-    "weight decay", "decay of ranks", "16 bits in the step", "rows by hand", "equal rows by hand",
-    "cut by hand", "cut by hand, packed", "cut by hand, replicated", "cut by hand, summed again",
-    "parts of a gradient", "detached loss", "one layer doubled",
-    "mean without backward", "average on rank 0", "average", "buffer of a share",
-    "gradient flipped", "gradients reset", "batchnorm at rest", "other values", "order of one process",
-    "owned by ranks", "owned by ranks, not sent"]
+    "right", "weights of each rank", "model instead of DDP", "scheduler on rank 0", "no set_epoch", "summed loss",
+    "rate times 2", "batch per process", "fewer epochs", "no sampler", "batchnorm", "batchnorm left in eval",
+    "mean over own tokens", "rank 0 stops", "clip per rank", "functional dropout", "weight decay", "decay of ranks",
+    "16 bits in the step", "rows by hand", "equal rows by hand", "cut by hand", "cut by hand, packed",
+    "cut by hand, replicated", "cut by hand, summed again", "parts of a gradient", "detached loss", "one layer doubled",
+    "mean without backward", "average on rank 0", "average", "buffer of a share", "gradient flipped", "gradients reset",
+    "batchnorm at rest", "other values", "order of one process", "owned by ranks", "owned by ranks, not sent"]
 WAYS = ["well", "nan", "by-hand"]
 
 
