@@ -1,18 +1,9 @@
 """Datasets: splits, augmentation and normalization, and the files that datasets of pairs write."""
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, TensorDataset
 
 from common import datasets, launch, models
 from common.endings import explain
@@ -89,18 +80,12 @@ def test_two_files_of_one_picture_are_cropped_differently_and_an_epoch_repeats_i
     assert len(torch.cat([*views.values()]).flatten(1).unique(dim=0)) == 8
 
 
-class Samples:
+class Samples(list):
     """A reader's own dataset, with the given samples and attributes."""
 
     def __init__(self, samples, **attributes):
-        self.samples = samples
+        super().__init__(samples)
         self.__dict__.update(attributes)
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.samples[index]
 
 
 def first_batch(dataset, workers=0):
@@ -113,7 +98,7 @@ INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
 
 @pytest.mark.parametrize("dataset", [
     TensorDataset(INPUTS, TARGETS),
-    StackDataset(INPUTS, TARGETS),  # its __getitems__ returns a list of samples, as torch expects
+    torch.utils.data.StackDataset(INPUTS, TARGETS),  # its __getitems__ returns a list of samples, as torch expects
     Subset(TensorDataset(INPUTS, TARGETS), [0, 1, 2]),
     Subset(Subset(TensorDataset(INPUTS, TARGETS), [3, 0, 1, 2]), [1, 2, 3]),
     ConcatDataset([TensorDataset(INPUTS[:2], TARGETS[:2]), TensorDataset(INPUTS[2:], TARGETS[2:])]),
@@ -147,8 +132,7 @@ PICTURE = Image.new("RGB", (4, 4))
 @pytest.mark.parametrize(("samples", "error", "said"), [
     ([(PICTURE, 0)] * 3, UsageError, r"a PIL\.Image\.Image and a int; .*ToTensor"),
     ([{"x": 1, "y": 2}] * 3, UsageError, r"a dict of 2; .*tuple \(input, target\)"),
-    ([(1, 2, 3)] * 3, UsageError, "a tuple of 3; "),
-    ([torch.zeros(2)] * 3, UsageError, r"a torch\.Tensor; "),
+    ([(1, 2, 3)] * 3, UsageError, "a tuple of 3; "), ([torch.zeros(2)] * 3, UsageError, r"a torch\.Tensor; "),
     ([((torch.zeros(2), torch.zeros(2)), 0)] * 3, UsageError, "a tuple of 2 and a int; .*one tensor each"),
     ([(torch.zeros(2), "cat")] * 3, UsageError, "a torch.Tensor and a str; .*one tensor each"),
     ([(torch.zeros(size), 0) for size in (2, 3, 2)], ProcessError, r"differ in shape: .*\[2\].*collate_fn"),
@@ -172,7 +156,7 @@ class Epochs(Samples):
         self.epoch = epoch
 
     def __getitem__(self, index):
-        return self.samples[index], self.epoch
+        return super().__getitem__(index), self.epoch
 
 
 def test_workers_see_the_epoch_of_any_dataset():
@@ -209,13 +193,9 @@ BYTES = torch.tensor([0, 255], dtype=torch.uint8).repeat(6).reshape(2, 1, 2, 3).
     ({"mean": 0.5, "std": np.float32(0.5)}, [-1, -1, -1], [1, 1, 1]),
     ({"mean": torch.tensor([0.5]), "std": [0.25]}, [-2, -2, -2], [2, 2, 2]),
     # no statistics of pixels in [0, 1]: methods, prices, numbers out of range, nothing to divide by, one of two
-    ({"mean": len, "std": len}, [0, 0, 0], [1, 1, 1]),
-    ({"mean": 21000.0, "std": 400.0}, [0, 0, 0], [1, 1, 1]),
-    ({"mean": 0.3, "std": 65.0}, [0, 0, 0], [1, 1, 1]),
-    ({"mean": 125.0, "std": 0.3}, [0, 0, 0], [1, 1, 1]),
-    ({"mean": -0.5, "std": 0.5}, [0, 0, 0], [1, 1, 1]),
-    ({"mean": 0.5, "std": 0.0}, [0, 0, 0], [1, 1, 1]),
-    ({"mean": 0.5}, [0, 0, 0], [1, 1, 1]),
+    *[(attributes, [0, 0, 0], [1, 1, 1]) for attributes in (
+        {"mean": len, "std": len}, {"mean": 21000.0, "std": 400.0}, {"mean": 0.3, "std": 65.0},
+        {"mean": 125.0, "std": 0.3}, {"mean": -0.5, "std": 0.5}, {"mean": 0.5, "std": 0.0}, {"mean": 0.5})],
 ], ids=["nothing", "channels", "numbers", "one each", "methods", "prices", "wide", "bright", "negative",
        "no spread", "no std"])
 def test_images_of_bytes_are_scaled(attributes, low, high):
@@ -241,7 +221,7 @@ def test_statistics_of_other_channels_are_refused():
         normalize(BYTES[:, :1])
 
 
-class Stream(IterableDataset):
+class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(100))
 
@@ -253,8 +233,7 @@ class Stream(IterableDataset):
     (Samples([0] * 3), Samples([0]), "--batch-size 4: there are only 3 samples"),
     (Samples([0] * 4), Samples([]), "the validation set has no samples"),
     (Stream(), Samples([0]), "Stream: .*map-style datasets with a length"),
-    (Samples([0] * 4), iter([0]), "list_iterator: .*map-style datasets with a length"),
-])
+    (Samples([0] * 4), iter([0]), "list_iterator: .*map-style datasets with a length")])
 def test_datasets_that_cannot_be_trained_on_are_refused(train, val, said):
     with pytest.raises(UsageError, match=said):
         datasets.require_samples(train, val, 4)
@@ -267,8 +246,7 @@ IMAGE = torch.zeros(3, 32, 32)
     (Samples([(IMAGE, 0)], classes=["ash", "oak"]), (2, (3, 32, 32))),  # as torchvision's have it
     (Samples([], num_classes=7, image_shape=(1, 28, 28)), (7, (1, 28, 28))),
     (Subset(Samples([(IMAGE, 0)], classes=["ash", "oak"]), [0]), (2, (3, 32, 32))),
-    (Subset(datasets.create_datasets("digits", "", 0, "")[0], [0]), (10, (1, 28, 28))),
-])
+    (Subset(datasets.create_datasets("digits", "", 0, "")[0], [0]), (10, (1, 28, 28)))])
 def test_the_classes_and_the_shape_follow_from_the_dataset(dataset, found):
     assert datasets.classes_and_shape(dataset) == found
     models.create_model("cnn", *found)
@@ -278,8 +256,7 @@ def test_the_classes_and_the_shape_follow_from_the_dataset(dataset, found):
     (TensorDataset(torch.zeros(2, 3, 32, 32), TARGETS[:2]), "number of classes; set train_set.num_classes = NUMBER"),
     (TensorDataset(INPUTS, TARGETS), r"of shape \(C, H, W\); those of this dataset are \(3,\).*# yours: the model"),
     (Samples([(torch.zeros(32, 32, 3), 0)], classes="ab"), r"are \(32, 32, 3\); permute them"),
-    (Samples([(PICTURE, 0)], classes="ab"), "PIL.Image.Image .*ToTensor"),
-])
+    (Samples([(PICTURE, 0)], classes="ab"), "PIL.Image.Image .*ToTensor")])
 def test_what_the_models_cannot_take_is_said(dataset, said):
     with pytest.raises(UsageError, match=said):
         datasets.classes_and_shape(dataset)

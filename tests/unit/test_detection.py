@@ -1,6 +1,4 @@
 """Detection: datasets, mistakes in their files, anchors, sizes, pictures, and average precision as in pycocotools."""
-import contextlib
-import io
 import json
 
 import numpy as np
@@ -98,8 +96,7 @@ FILES = {  # of each set: an image with a box of class 1 and a region to ignore 
              "annotations/instances_val2017.json": json.dumps(coco(annotation(1, 5, 20, 30, 40, 20, iscrowd=0)))},
     "voc": {"ImageSets/Main/train.txt": "a\n\nempty 1\n", "ImageSets/Main/val.txt": "a\n",
             "Annotations/a.xml": xml(BOX, voc_object("cat", -4, 61, 10.5, 90, more="<difficult>1</difficult>")),
-            "Annotations/empty.xml": xml(file="empty.png")},
-}
+            "Annotations/empty.xml": xml(file="empty.png")}}
 IMAGES = {"lines": [""], "coco": ["train2017/", "val2017/"], "voc": ["JPEGImages/"]}
 
 
@@ -190,8 +187,7 @@ JSON, XML = "annotations/instances_train2017.json", "Annotations/a.xml"
     ("voc", {XML: xml(BOX, file="c.png")}, "a.xml: no image .*JPEGImages/c.png"),
     ("voc", {XML: xml(BOX, voc_object("cat", 1, 2, 3))}, "a.xml: 1,2,3,None,cat is not a box"),
     ("voc", {XML: xml(voc_object("cat", 5, 2, 4, 6))}, "a.xml: box 5,2,4,6,cat has no area"),
-    ("voc", {"classes.txt": "dog"}, "a.xml: class cat is unknown; .*classes.txt"),
-])
+    ("voc", {"classes.txt": "dog"}, "a.xml: class cat is unknown; .*classes.txt")])
 def test_a_mistake_in_a_file_is_named_in_one_line(tmp_path, name, changes, said):
     folder = write_set(tmp_path, name, **changes)
     with pytest.raises(UsageError, match=said) as raised:
@@ -199,9 +195,12 @@ def test_a_mistake_in_a_file_is_named_in_one_line(tmp_path, name, changes, said)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(UsageError, match="--data-path .*/absent: no such folder"):
-        data.create_datasets("voc", tmp_path / "absent", 96, 0)
+@pytest.mark.parametrize(("name", "size", "said"), [
+    ("voc", 96, "--data-path .*/absent: no such folder"), ("scenes", 100, "--image-size 100: not a multiple of 32")])
+def test_a_mistake_in_the_command_is_named(tmp_path, name, size, said):
+    """A folder that does not exist, or a size without whole cells."""
+    with pytest.raises(UsageError, match=said):
+        data.create_datasets(name, tmp_path / "absent", size, 0)
 
 
 @pytest.mark.parametrize("size", [(100, 80), (40, 300), (96, 96), (7, 5)])
@@ -284,11 +283,6 @@ def test_the_sizes_of_multi_scale_training_are_those_of_the_paper():
     assert sizes(96, 0) == sizes(96, 0) != sizes(96, 1)
 
 
-def test_a_size_without_whole_cells_is_named():
-    with pytest.raises(UsageError, match="--image-size 100: not a multiple of 32"):
-        data.create_datasets("scenes", "", 100, 0)
-
-
 def test_regions_to_ignore_are_no_boxes():
     labels = torch.tensor([[0, 2.0], [0, -1], [1, 0], [1, 2], [1, -3]])
     assert data.count_boxes(F.pad(labels, (0, 4)), 4).tolist() == [1, 0, 2, 0]
@@ -337,8 +331,7 @@ def test_detections_match_true_boxes(true, detections, results):
     ([[0, 0.9, ALL], [1, 0.9, 0]], [1, 0, 0], 1),  # classes without boxes do not count
     ([[0, 0.9, ALL]], [1, 3], 0.5),
     ([[0, 0.9, ALL], [0, 0.9, 0]], [1], 0.5),  # equal scores: the wrong one first
-    ([], [2], 0), ([[0, 0.9, 0]], [0], 0), ([], [0, 0], 0),
-])
+    ([], [2], 0), ([[0, 0.9, 0]], [0], 0), ([], [0, 0], 0)])
 def test_average_precision_of_a_few_rows(rows, boxes, precision):
     found = mean_ap.average_precision(torch.tensor(rows).float().reshape(-1, 3), boxes)
     assert found == pytest.approx({"mAP50": precision, "mAP": precision}, abs=1e-12)
@@ -375,22 +368,20 @@ def test_the_average_precision_is_that_of_pycocotools():
     crowds = 0
     for seed in range(20):
         labels, detections = random_set(seed)
-        with contextlib.redirect_stdout(io.StringIO()):
-            true = api.COCO()
-            true.dataset = {"images": [{"id": place} for place in range(12)],
-                            "categories": [{"id": label} for label in range(4)],
-                            "annotations": [annotation(
-                                number, int(max(label, -1 - label)), x1, y1, x2 - x1, y2 - y1, image=int(place),
-                                iscrowd=int(label < 0), area=(x2 - x1) * (y2 - y1))
-                                for number, (place, label, x1, y1, x2, y2) in enumerate(labels.tolist(), 1)]}
-            true.createIndex()
-            judge = evaluation.COCOeval(true, true.loadRes([
-                {"image_id": int(place), "category_id": int(label), "score": score,
-                 "bbox": [x1, y1, x2 - x1, y2 - y1]}
-                for place, x1, y1, x2, y2, score, label in detections.tolist()]), "bbox")
-            judge.evaluate()
-            judge.accumulate()
-            judge.summarize()
+        true = api.COCO()
+        true.dataset = {"images": [{"id": place} for place in range(12)],
+                        "categories": [{"id": label} for label in range(4)],
+                        "annotations": [annotation(
+                            number, int(max(label, -1 - label)), x1, y1, x2 - x1, y2 - y1, image=int(place),
+                            iscrowd=int(label < 0), area=(x2 - x1) * (y2 - y1))
+                            for number, (place, label, x1, y1, x2, y2) in enumerate(labels.tolist(), 1)]}
+        true.createIndex()
+        judge = evaluation.COCOeval(true, true.loadRes([
+            {"image_id": int(place), "category_id": int(label), "score": score, "bbox": [x1, y1, x2 - x1, y2 - y1]}
+            for place, x1, y1, x2, y2, score, label in detections.tolist()]), "bbox")
+        judge.evaluate()
+        judge.accumulate()
+        judge.summarize()
         rows = mean_ap.match(detections, labels)
         crowds += int((rows[:, 2] >= 2 ** 10).sum())
         ours = mean_ap.average_precision(rows, data.count_boxes(labels, 4))
@@ -421,8 +412,7 @@ def test_neither_the_order_nor_the_shares_of_the_images_change_the_average_preci
 def test_pictures_show_the_boxes(tmp_path):
     images, labels = SCENES.__getitems__(range(16))
     data.save_preview(tmp_path / "new" / "preview.png", SCENES)
-    with Image.open(tmp_path / "new" / "preview.png") as picture:
-        preview = torch.from_numpy(np.array(picture))
+    preview = torch.from_numpy(np.array(Image.open(tmp_path / "new" / "preview.png")))
     assert preview.shape == (4 * 322 + 2, 4 * 322 + 2, 3)  # 16 tiles of 320 pixels, 2 between them
 
     def find(images):
@@ -430,8 +420,7 @@ def test_pictures_show_the_boxes(tmp_path):
         return torch.tensor([found(0.9, 30, 30, 60, 60, place=5, label=3), found(0.2, 9, 9, 60, 60, place=6)])
 
     data.save_detections(tmp_path / "detections.png", SCENES, find)
-    with Image.open(tmp_path / "detections.png") as picture:
-        shown = torch.from_numpy(np.array(picture))
+    shown = torch.from_numpy(np.array(Image.open(tmp_path / "detections.png")))
     lime, red = ((shown == torch.tensor(color)).all(2) for color in ((0, 255, 0), (255, 0, 0)))
     assert (preview == torch.tensor([0, 255, 0])).all(2).sum() >= lime.sum() > 5000
     ys, xs = torch.where(red)

@@ -4,6 +4,7 @@ import os
 import struct
 import sys
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -38,34 +39,24 @@ def with_alpha(image):
     return image
 
 
+GREY, PIXEL, ALPHA = COLOR.convert("L"), COLOR.crop((50, 50, 51, 51)), with_alpha(COLOR.convert("RGBA"))
+ANIMATED = {"save_all": True, "append_images": [COLOR.rotate(180)]}
 KINDS = {  # name: how to write it
-    "colour.jpg": lambda path: COLOR.save(path, quality=95),
-    "progressive.jpeg": lambda path: COLOR.save(path, progressive=True),
-    "grey.jpg": lambda path: COLOR.convert("L").save(path),
-    "cmyk.jpg": lambda path: COLOR.convert("CMYK").save(path, quality=95),
-    "turned.jpg": lambda path: COLOR.save(path, exif=TURNED),
-    "damaged EXIF.jpg": lambda path: COLOR.save(path, exif=b"Exif\0\0MM\0\xd4nonsense"),
-    "colour.png": lambda path: COLOR.save(path),
-    "COLOR.PNG": lambda path: COLOR.save(path),
-    "palette.png": lambda path: COLOR.quantize(64).save(path),
-    "palette with a transparent colour.png": lambda path: COLOR.quantize(64).save(path, transparency=3),
-    "bits.png": lambda path: COLOR.convert("1").save(path),
-    "grey.png": lambda path: COLOR.convert("L").save(path),
-    "grey with alpha.png": lambda path: with_alpha(COLOR.convert("LA")).save(path),
-    "alpha.png": lambda path: with_alpha(COLOR.convert("RGBA")).save(path),
-    "turned.png": lambda path: COLOR.save(path, exif=TURNED),
-    "animated.png": lambda path: COLOR.save(path, save_all=True, append_images=[COLOR.rotate(180)]),
-    "colour.webp": lambda path: COLOR.save(path),
-    "alpha.webp": lambda path: with_alpha(COLOR.convert("RGBA")).save(path, lossless=True),
-    "turned.webp": lambda path: COLOR.save(path, exif=TURNED),
-    "animated.webp": lambda path: COLOR.save(path, save_all=True, append_images=[COLOR.rotate(180)]),
-    "a GIF.jpg": lambda path: COLOR.save(path, "GIF"),
-    "an animated GIF.png": lambda path: COLOR.save(path, "GIF", save_all=True, append_images=[COLOR.rotate(180)]),
-    "a PNG.jpg": lambda path: COLOR.save(path, "PNG"),
-    "one pixel.png": lambda path: COLOR.crop((50, 50, 51, 51)).save(path),
-    "one pixel.jpg": lambda path: COLOR.crop((50, 50, 51, 51)).save(path),
-    "Käfer und 图像.jpg": lambda path: COLOR.save(path),
-}
+    "colour.jpg": partial(COLOR.save, quality=95), "progressive.jpeg": partial(COLOR.save, progressive=True),
+    "grey.jpg": GREY.save, "cmyk.jpg": partial(COLOR.convert("CMYK").save, quality=95),
+    "turned.jpg": partial(COLOR.save, exif=TURNED),
+    "damaged EXIF.jpg": partial(COLOR.save, exif=b"Exif\0\0MM\0\xd4nonsense"),
+    "colour.png": COLOR.save, "COLOR.PNG": COLOR.save, "palette.png": COLOR.quantize(64).save,
+    "palette with a transparent colour.png": partial(COLOR.quantize(64).save, transparency=3),
+    "bits.png": COLOR.convert("1").save, "grey.png": GREY.save, "alpha.png": ALPHA.save,
+    "grey with alpha.png": with_alpha(COLOR.convert("LA")).save, "turned.png": partial(COLOR.save, exif=TURNED),
+    "animated.png": partial(COLOR.save, **ANIMATED),
+    "colour.webp": COLOR.save, "alpha.webp": partial(ALPHA.save, lossless=True),
+    "turned.webp": partial(COLOR.save, exif=TURNED), "animated.webp": partial(COLOR.save, **ANIMATED),
+    "a GIF.jpg": partial(COLOR.save, format="GIF"),
+    "an animated GIF.png": partial(COLOR.save, format="GIF", **ANIMATED),
+    "a PNG.jpg": partial(COLOR.save, format="PNG"), "one pixel.png": PIXEL.save, "one pixel.jpg": PIXEL.save,
+    "Käfer und 图像.jpg": COLOR.save}
 DEEP_KINDS = {"grey": (0, [0]), "colour": (2, [0, 1, 2]), "grey with alpha": (4, [0, 3]), "alpha": (6, [0, 1, 2, 3])}
 
 
@@ -107,16 +98,11 @@ LARGE = {  # name: (how to encode it, the scale for a shorter side of 40 pixels)
     "progressive": (large_jpeg(336, 496, progressive=True), 4),
     "full chroma": (large_jpeg(336, 496, subsampling=0), 4),
     "two pictures": (large_jpeg(496, 336, kind="MPO", save_all=True, append_images=[COLOR]), 4),
-    "1/8": (large_jpeg(640, 848), 8),
-    "width by 4": (large_jpeg(644, 848), 4),
-    "height by 2": (large_jpeg(640, 850), 2),
-    "1/2": (large_jpeg(200, 160), 2),
-    "odd width": (large_jpeg(641, 848), 1),
-    "odd height": (large_jpeg(640, 847), 1),
-    "a little lower": (large_jpeg(200, 158), 1),
-    "a little narrower": (large_jpeg(158, 200), 1),
-    "CMYK": (large_jpeg(496, 336, "CMYK"), 1),
-}
+    "1/8": (large_jpeg(640, 848), 8), "width by 4": (large_jpeg(644, 848), 4),
+    "height by 2": (large_jpeg(640, 850), 2), "1/2": (large_jpeg(200, 160), 2),
+    "odd width": (large_jpeg(641, 848), 1), "odd height": (large_jpeg(640, 847), 1),
+    "a little lower": (large_jpeg(200, 158), 1), "a little narrower": (large_jpeg(158, 200), 1),
+    "CMYK": (large_jpeg(496, 336, "CMYK"), 1)}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -181,32 +167,26 @@ def test_16_bits_are_scaled_to_8(tmp_path, kind, decoder):
     assert (decode(tmp_path / "deep.png").permute(1, 2, 0).numpy() == expected).all()
 
 
-def with_size(path, width, height):
-    """Make a JPEG claim another size: two bytes each, after the start of frame, its length and its precision."""
-    content = bytearray(path.read_bytes())
-    place = content.index(b"\xff\xc0") + 5
-    content[place:place + 4] = struct.pack(">HH", height, width)
-    path.write_bytes(content)
-
-
 @pytest.mark.filterwarnings("error")  # PIL warns on standard error, and names no file
 def test_more_pixels_than_the_limit_are_refused_undecoded(tmp_path, monkeypatch):
     monkeypatch.delenv("MAX_IMAGE_PIXELS", raising=False)
     write_png(tmp_path / "large.png", (30_000, 30_000), 2, DEEP)
-    COLOR.save(tmp_path / "large.jpg")
-    with_size(tmp_path / "large.jpg", 30_000, 30_000)
+    jpeg = io.BytesIO()
+    COLOR.save(jpeg, "JPEG")
+    place = jpeg.getvalue().index(b"\xff\xc0") + 5  # after the start of frame, its length and its precision
+    jpeg.getbuffer()[place:place + 4] = struct.pack(">HH", 30_000, 30_000)
+    (tmp_path / "large.jpg").write_bytes(jpeg.getvalue())
     COLOR.save(tmp_path / "large.webp")
-    for path in tmp_path.iterdir():
+    for name, size, limit, pixels in (("large.png", "30000x30000", "100,000,000", 900_000_000),
+                                      ("large.jpg", "30000x30000", "100,000,000", 900_000_000),
+                                      ("large.webp", "120x90", "10,799", 10800)):
+        if name == "large.webp":
+            monkeypatch.setenv("MAX_IMAGE_PIXELS", "10799")
         for read in (decode, pairs.read_encoded):
-            if path.suffix == ".webp":
-                monkeypatch.setenv("MAX_IMAGE_PIXELS", "10799")
             with pytest.raises(ProcessError) as caught:
-                read(path)
-            size, limit, pixels = (("120x90", "10,799", 10800) if path.suffix == ".webp" else
-                                   ("30000x30000", "100,000,000", 900_000_000))
-            assert str(caught.value) == (f"{path}: {size} pixels, more than {limit}; remove it, or set "
+                read(tmp_path / name)
+            assert str(caught.value) == (f"{tmp_path / name}: {size} pixels, more than {limit}; remove it, or set "
                                          f"MAX_IMAGE_PIXELS={pixels} in the environment")
-        monkeypatch.delenv("MAX_IMAGE_PIXELS", raising=False)
 
 
 def test_the_limit_can_be_raised_and_lowered(tmp_path, monkeypatch):
@@ -228,11 +208,7 @@ BAD = {
     "text.png": lambda path, _: path.write_text("no picture\n"),
     "missing.jpg": lambda path, _: path.symlink_to("nowhere.jpg"),
     "a TIFF.png": lambda path, _: COLOR.save(path, "TIFF"),
-    "cut.jpg": lambda path, source: cut(path, source),
-    "cut.png": lambda path, source: cut(path, source),
-    "cut.webp": lambda path, source: cut(path, source),
-    "cut GIF.jpg": lambda path, source: cut(path, source),
-}
+    **dict.fromkeys(["cut.jpg", "cut.png", "cut.webp", "cut GIF.jpg"], cut)}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -247,9 +223,7 @@ def test_what_is_no_image_is_named_in_one_line(tmp_path, name, decoder):
         assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Create a folder with image files, links and other files; return (the folder, the files to find)."""
+def test_only_image_files_count_through_links_too(tmp_path):
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     for path in (folder / "b", folder / "folder.jpg", folder / ".hidden", elsewhere):
         path.mkdir(parents=True)
@@ -262,11 +236,7 @@ def folder(tmp_path):
     (folder / "linked").symlink_to(elsewhere)
     (folder / "link.jpg").symlink_to(elsewhere / "5.jpeg")
     (folder / "broken.jpg").symlink_to(elsewhere / "6.jpeg")
-    return folder, ["b/1 ä.PNG", "b/2.jpg", "broken.jpg", "folder.jpg/3.webp", "link.jpg", "linked/5.jpeg"]
-
-
-def test_only_image_files_count_through_links_too(folder):
-    folder, expected = folder
+    expected = ["b/1 ä.PNG", "b/2.jpg", "broken.jpg", "folder.jpg/3.webp", "link.jpg", "linked/5.jpeg"]
     assert find_files(folder) == [str(folder / name) for name in expected]
     (folder / "b" / "round").symlink_to(folder)
     with pytest.raises(UsageError, match="round: " if sys.platform == "win32" else "b/round.*symbolic links"):

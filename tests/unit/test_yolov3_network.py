@@ -58,18 +58,6 @@ def interpret(images, take):
     return found
 
 
-def reader(floats):
-    """Return a `take` that reads one number after the other."""
-    place = 0
-
-    def take(*shape):
-        nonlocal place
-        place += math.prod(shape)
-        return floats[place - math.prod(shape):place].view(shape).double()
-
-    return take
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """A file like yolov3.weights, with numbers that keep the signal's scale through all layers."""
@@ -104,9 +92,10 @@ def test_the_authors_file_gives_the_outputs_of_their_cfg(file, float64, tmp_path
     assert model.anchors.tolist() == [
         [10, 13], [16, 30], [33, 23], [30, 61], [62, 45], [59, 119], [116, 90], [156, 198], [373, 326]]
     images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
-    floats = torch.from_numpy(np.fromfile(file, "<f4", offset=20))
-    with torch.inference_mode():
-        wanted = interpret(images, reader(floats))
+    with torch.inference_mode(), open(file, "rb") as weights:
+        weights.seek(20)
+        wanted = interpret(images, lambda *shape: torch.from_numpy(
+            np.fromfile(weights, "<f4", math.prod(shape))).view(shape).double())
         outputs, _ = model(images)
     for found, output in zip(reversed(outputs), wanted):
         output = output.view(1, 3, 85, *output.shape[2:]).permute(0, 3, 4, 1, 2)  # a mask's anchors one by one
@@ -360,8 +349,7 @@ def test_a_frozen_backbone_does_not_change():
 
 
 @pytest.mark.parametrize(("name", "warmup", "wanted"), [
-    ("step", 0, [1] * 8 + [0.1, 0.01, 0.01]),
-    ("step", 3, [0.25, 0.5, 0.75] + [1] * 5 + [0.1, 0.01, 0.01]),
+    ("step", 0, [1] * 8 + [0.1, 0.01, 0.01]), ("step", 3, [0.25, 0.5, 0.75] + [1] * 5 + [0.1, 0.01, 0.01]),
     ("cosine", 0, [0.01 + 0.99 * (1 + math.cos(math.pi * n / 10)) / 2 for n in range(11)]),
     ("cosine", 1, [0.5] + [0.01 + 0.99 * (1 + math.cos(math.pi * n / 10)) / 2 for n in range(1, 11)])])
 def test_the_rate_rises_and_falls(name, warmup, wanted):
