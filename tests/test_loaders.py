@@ -1,4 +1,5 @@
 """The loaders: their batches on one to three processes, from files whose pixels encode their own position."""
+import functools
 import importlib
 import importlib.util
 import re
@@ -36,8 +37,7 @@ def watch(loader, args):
 
 
 def break_off(loader, args):
-    seen = [[next(iter(loader))]]
-    seen.append(list(loader))
+    seen = [[next(iter(loader))], list(loader)]
     loader.set_epoch(2)
     seen.append(list(loader))
     loader.set_epoch(7, skip=args.batch_size)
@@ -120,7 +120,7 @@ def sharded(folder, files, per_shard=4):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, marked, pictures):
-    """What a loader delivers on 1, 2 and 3 processes: {(script, processes): {name: [result of each rank]}}."""
+    """Return a function from a script and its number of processes, 1 to 3, to {name: [result of each rank]}."""
     base = tmp_path_factory.mktemp("seen")
     few = write_marked(base / "few", test=1)
 
@@ -144,14 +144,12 @@ def seen(tmp_path_factory, marked, pictures):
         if processes == 2:
             yield "few", [few_set, *cuts[1:], BATCH, "--workers", 1, "--split", "test"], watch
 
-    class Seen(dict):
-        def __missing__(self, key):
-            script, processes = key
-            self[key] = {name: [deliver(script, *arguments, use=use, rank=rank, processes=processes)
-                                for rank in range(processes)] for name, arguments, use in jobs_of(*key)}
-            return self[key]
+    @functools.cache
+    def get(script, processes):
+        return {name: [deliver(script, *arguments, use=use, rank=rank, processes=processes)
+                       for rank in range(processes)] for name, arguments, use in jobs_of(script, processes)}
 
-    return Seen()
+    return get
 
 
 def describe(images, side):
@@ -192,9 +190,9 @@ def numbers(epoch):
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_test_split_is_delivered_exactly_once(seen, script, processes):
-    ranks = seen[script, processes]["test"]
+    ranks = seen(script, processes)["test"]
     if processes == 1:
-        assert sorted(numbers(seen[script, 1]["test-workers"][0].epochs[0])) == list(range(TEST))
+        assert sorted(numbers(seen(script, 1)["test-workers"][0].epochs[0])) == list(range(TEST))
     for epoch in range(2):
         shares = [numbers(result.epochs[epoch]) for result in ranks]
         assert sorted(sum(shares, [])) == list(range(TEST))
@@ -209,55 +207,55 @@ def test_the_test_split_is_delivered_exactly_once(seen, script, processes):
 @pytest.mark.parametrize("script", LOADERS)
 def test_the_shares_of_the_train_split_are_even_and_disjoint(seen, script, processes):
     for epoch in range(2):
-        shares = [numbers(result.epochs[epoch]) for result in seen[script, processes]["train"]]
+        shares = [numbers(result.epochs[epoch]) for result in seen(script, processes)["train"]]
         assert [len(share) for share in shares] == [TRAIN // BATCH * BATCH // processes] * processes
         assert len(set(sum(shares, []))) == TRAIN // BATCH * BATCH
-        assert {result.length for result in seen[script, processes]["train"]} == {TRAIN // BATCH}
+        assert {result.length for result in seen(script, processes)["train"]} == {TRAIN // BATCH}
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("script", IN_ORDER)
 def test_any_number_of_processes_and_workers_reads_the_same_batches(seen, script, processes):
-    alone = seen["loader", 1]["train"][0].epochs
+    alone = seen("loader", 1)["train"][0].epochs
     for epoch in range(2):
         whole = [sorted(batch) for batch in batches(alone[epoch])]
-        shares = [batches(result.epochs[epoch]) for result in seen[script, processes]["train"]]
+        shares = [batches(result.epochs[epoch]) for result in seen(script, processes)["train"]]
         assert [sorted(sum(parts, [])) for parts in zip(*shares, strict=True)] == whole
-        assert batches(seen[script, 1]["workers"][0].epochs[epoch]) == batches(alone[epoch])
-    test = batches(seen["loader", 1]["test"][0].epochs[0])
-    assert batches(seen[script, 1]["test-workers"][0].epochs[1]) == test
-    assert batches(seen[script, 1]["test"][0].epochs[1]) == test
+        assert batches(seen(script, 1)["workers"][0].epochs[epoch]) == batches(alone[epoch])
+    test = batches(seen("loader", 1)["test"][0].epochs[0])
+    assert batches(seen(script, 1)["test-workers"][0].epochs[1]) == test
+    assert batches(seen(script, 1)["test"][0].epochs[1]) == test
 
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_each_epoch_has_an_order_and_crops_of_its_own_and_a_seed_repeats_them(seen, script):
-    epochs = seen[script, 1]["train"][0].epochs
+    epochs = seen(script, 1)["train"][0].epochs
     orders = [tuple(numbers(epoch)) for epoch in epochs]
     assert len(set(orders)) == len(epochs)
     cuts = [{cut[0]: cut[1:] for cut in flat(epoch)} for epoch in epochs[:2]]
     both = cuts[0].keys() & cuts[1].keys()
     assert sum(cuts[0][number] == cuts[1][number] for number in both) < len(both) / 2
     assert len({cut[3:] for cut in flat(epochs[0])}) > 1, "one draw for the whole epoch"
-    other = seen[script, 1]["seed"][0].epochs[0]
+    other = seen(script, 1)["seed"][0].epochs[0]
     assert numbers(other) != list(orders[0])
     assert {cut[0]: cut[1:] for cut in flat(other)} != cuts[0]
 
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_every_offset_and_every_flip_is_reached_on_train_and_the_centre_on_test(seen, script):
-    cuts = [cut for epoch in seen[script, 1]["train"][0].epochs for cut in flat(epoch)]
+    cuts = [cut for epoch in seen(script, 1)["train"][0].epochs for cut in flat(epoch)]
     landscape, portrait = ([cut for cut in cuts if cut[0] % 2 == kind] for kind in range(2))
     assert {cut[1] for cut in landscape} == set(range(4)) and {cut[2] for cut in landscape} == set(range(6))
     assert {cut[1] for cut in portrait} == set(range(11)) and {cut[2] for cut in portrait} == {0}
     assert {cut[3:] for cut in cuts} == {(False, False), (False, True), (True, False), (True, True)}
-    for _, top, left, across, up in flat(seen[script, 1]["test"][0].epochs[0]):
+    for _, top, left, across, up in flat(seen(script, 1)["test"][0].epochs[0]):
         assert (top, left) in ((2, 2), (5, 0)) and not across and not up
 
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, script):
     for name in ("broken", "broken-workers"):
-        (first, second, again, seventh, rest, ninth), whole = seen[script, 1][name][0].epochs
+        (first, second, again, seventh, rest, ninth), whole = seen(script, 1)[name][0].epochs
         whole = [batches(epoch) for epoch in whole]
         assert batches(first) == whole[0][:1]
         assert batches(second) == whole[1] and batches(again) == whole[1] and batches(seventh) == whole[6][1:]
@@ -267,7 +265,7 @@ def test_a_pass_broken_off_and_a_chosen_epoch_are_those_of_a_whole_run(seen, scr
 @pytest.mark.parametrize("script", LOADERS)
 def test_pixels_are_those_of_an_antialiased_resize_of_the_shorter_side(seen, script, pictures):
     """Against PIL's resize, on the centre crop; two levels of 255 for two decoders and two roundings, or four."""
-    [result] = seen[script, 1]["pictures-test"]
+    [result] = seen(script, 1)["pictures-test"]
     for side, parts in zip(("img", "gt"), zip(*result.epochs[0], strict=True), strict=True):
         for number, image in enumerate(torch.cat(parts)):
             [path] = (pictures / "test" / side).glob(f"{number}.*")
@@ -288,7 +286,7 @@ def test_both_loaders_deliver_the_same_pixels(seen, split):
     To four levels in the outermost rows and columns, where DALI may leave out a pixel of its filter, and in the three
     large JPEGs, which loader.py decodes at a reduced scale.
     """
-    left, right = (seen[script, 1][f"pictures-{split}"][0].epochs for script in ("loader", "loader_DALI"))
+    left, right = (seen(script, 1)[f"pictures-{split}"][0].epochs for script in ("loader", "loader_DALI"))
     for one, other in zip(left, right, strict=True):
         mine, its = (torch.cat(sum(map(list, epoch), [])) for epoch in (one, other))
         difference = (mine - its).abs()
@@ -298,7 +296,7 @@ def test_both_loaders_deliver_the_same_pixels(seen, split):
 
 @pytest.mark.parametrize("script", LOADERS)
 def test_a_process_may_have_no_pair_to_test(seen, script):
-    assert [(numbers(result.epochs[0]), result.length) for result in seen[script, 2]["few"]] == [([0], 1), ([], 0)]
+    assert [(numbers(result.epochs[0]), result.length) for result in seen(script, 2)["few"]] == [([0], 1), ([], 0)]
 
 
 def spoil(folder, case):

@@ -1,5 +1,6 @@
 """Resources that the processes of one machine share: the cores, and a dataset that one of them downloads."""
 import collections
+import functools
 import gzip
 import hashlib
 import http.server
@@ -14,34 +15,17 @@ from conftest import PROGRAMS, TORCHRUN
 from live import Live
 
 
-def idx_files():
-    """Return a set of 64 and of 20 pictures in the files of MNIST: {name: bytes}."""
-    files = {}
-    for split, count in (("train", 64), ("t10k", 20)):
-        pixels, labels = os.urandom(count * 28 * 28), bytes(number % 10 for number in range(count))
-        files[f"{split}-images-idx3-ubyte.gz"] = gzip.compress(struct.pack(">4i", 0x803, count, 28, 28) + pixels)
-        files[f"{split}-labels-idx1-ubyte.gz"] = gzip.compress(struct.pack(">2i", 0x801, count) + labels)
-    return files
-
-
 class Mirror(http.server.ThreadingHTTPServer):
-    """Serves files and counts the downloads; the first one is held up until `go_on` is set, or a second one begins."""
+    """Serves a folder and counts the downloads; the first one waits until `go_on` is set, or a second one begins."""
 
-    daemon_threads = True
-
-    def __init__(self, files):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files, self.downloads, self.go_on = files, collections.Counter(), threading.Event()
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), functools.partial(_Handler, directory=folder))
+        self.downloads, self.go_on = collections.Counter(), threading.Event()
         self.address = f"http://127.0.0.1:{self.server_address[1]}/"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.server.files[self.path[1:]])))
-        self.end_headers()
-
+class _Handler(http.server.SimpleHTTPRequestHandler):
     def do_GET(self):
         if self.headers["Method"] == "HEAD":  # so torchvision asks where the file is, and reads no further
             return self.do_HEAD()
@@ -49,8 +33,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.server.downloads.total() > 1:
             self.server.go_on.set()
         self.server.go_on.wait(60)
-        self.do_HEAD()
-        self.wfile.write(self.server.files[self.path[1:]])
+        super().do_GET()
 
     def log_message(self, *_):
         pass
@@ -59,10 +42,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """Start two processes on two cores and a set that is not there; return the downloads, and how many processes."""
-    folder, files = tmp_path_factory.mktemp("machine"), idx_files()
-    resources = [(name, hashlib.md5(content).hexdigest()) for name, content in files.items()]
+    folder, served, resources = tmp_path_factory.mktemp("machine"), tmp_path_factory.mktemp("mirror"), []
+    for split, count in (("train", 64), ("t10k", 20)):  # pictures, in the files of MNIST
+        pixels, labels = os.urandom(count * 28 * 28), bytes(number % 10 for number in range(count))
+        for name, content in ((f"{split}-images-idx3-ubyte.gz", struct.pack(">4i", 0x803, count, 28, 28) + pixels),
+                              (f"{split}-labels-idx1-ubyte.gz", struct.pack(">2i", 0x801, count) + labels)):
+            (served / name).write_bytes(gzip.compress(content))
+            resources.append((name, hashlib.md5((served / name).read_bytes()).hexdigest()))
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
-    with Mirror(files) as mirror:
+    with Mirror(served) as mirror:
         with Live("taskset", "-c", cores, *TORCHRUN, "--nproc-per-node=2", PROGRAMS / "around.py", "mirror",
                   mirror.address, json.dumps(resources), "train_DDP.py", "--dataset", "fashion-mnist", "--data-path",
                   folder / "data", "--epochs", "1000", "--output-dir", folder, env={"no_proxy": "*"}) as live:

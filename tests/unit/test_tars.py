@@ -32,8 +32,7 @@ def shards(tmp_path):
 
 def read(source, first=0, stop=PAIRS):
     found = tars.Shards(str(source), "test", ("img", "gt"), 1)
-    return [tuple(content.split()[0].decode() for _, content in pair)
-            for pair in found.read(found.shards, first, stop)]
+    return [tuple(content.split()[0].decode() for _, content in pair) for pair in found.read(found.shards, first, stop)]
 
 
 def expected(first=0, stop=PAIRS):
@@ -46,9 +45,9 @@ class Server(ThreadingHTTPServer):
     A code, or half of the file: "lost", "chunk" (of a response without a length), "changed" (the next one is longer).
     """
 
-    def __init__(self, folder, ranges):
+    def __init__(self, folder):
         super().__init__(("localhost", 0), Handler)
-        self.folder, self.ranges, self.faults, self.asked = folder, ranges, [], []
+        self.folder, self.ranges, self.faults, self.asked = folder, True, [], []
         self.url = f"http://localhost:{self.server_port}"
 
 
@@ -78,39 +77,30 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def serve(shards, monkeypatch):
-    """Return a function that starts a server of the shards."""
+def server(shards, monkeypatch):
+    """A server of the shards."""
     monkeypatch.setattr(tars, "PAUSES", (0, 0, 0))
-    started = []
-
-    def start(ranges=True):
-        started.append(Server(shards, ranges))
-        threading.Thread(target=started[-1].serve_forever, args=[0.01], daemon=True).start()
-        return started[-1]
-
-    yield start
-    for server in started:
+    with Server(shards) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield server
         server.shutdown()
-        server.server_close()
 
 
-def test_any_part_is_read_from_a_folder_and_from_a_server(shards, serve):
-    url = serve().url
+def test_any_part_is_read_from_a_folder_and_from_a_server(shards, server):
     for first in range(PAIRS):
         for stop in range(first, PAIRS + 1):
             assert read(shards, first, stop) == expected(first, stop)
-    assert read(url) == expected() and read(url, 3, 9) == expected(3, 9)
+    assert read(server.url) == expected() and read(server.url, 3, 9) == expected(3, 9)
 
 
-def test_a_reader_opens_only_the_shards_of_its_part(serve):
-    server = serve()
+def test_a_reader_opens_only_the_shards_of_its_part(server):
     assert read(server.url, 5, 8) == expected(5, 8)
     assert [name for name, _ in server.asked] == ["test.json", "test-000001.tar"]
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_lost_connection_is_continued_at_the_same_byte(serve, ranges):
-    server = serve(ranges)
+def test_a_lost_connection_is_continued_at_the_same_byte(server, ranges):
+    server.ranges = ranges
     faults = ["lost", "lost", 503, "lost"] if ranges else ["lost", 503]
     server.faults += faults
     assert read(server.url) == expected()
@@ -120,8 +110,7 @@ def test_a_lost_connection_is_continued_at_the_same_byte(serve, ranges):
     assert places == sorted(places) and len(set(places)) == faults.count("lost")
 
 
-def test_a_server_that_is_gone_ends_the_attempts(serve):
-    server = serve()
+def test_a_server_that_is_gone_ends_the_attempts(server):
     found = tars.Shards(server.url, "test", ("img", "gt"), 1)
     server.faults += [503] * 4
     with pytest.raises(ProcessError, match=rf"{server.url}/test-000000.tar: .*HTTP 503") as caught:
@@ -139,8 +128,7 @@ def test_a_server_that_is_gone_ends_the_attempts(serve):
 
 @pytest.mark.parametrize(("faults", "said"), [
     (["changed"], "the file has changed: 51712 bytes, 51200 before"), (["chunk"] * 4, "IncompleteRead(")])
-def test_what_arrives_only_in_part_is_named_in_a_short_line(serve, faults, said):
-    server = serve()
+def test_what_arrives_only_in_part_is_named_in_a_short_line(server, faults, said):
     server.faults += faults
     with pytest.raises(ProcessError) as caught:
         read(server.url)
@@ -173,8 +161,7 @@ WRONG_SETS = {  # case: (the file that is named, what spoils it, what is said)
     "another list": (LIST, lambda file: file.write_text('{"shards": []}'), "shardlist"),
     "empty list": (LIST, lambda file: file.write_text('{"shardlist": []}'), "no pairs"),
     "missing": (SHARD, lambda file: file.unlink(), "no such file"),
-    "shorter": (SHARD, lambda file: cut(file, -512), "bytes"),
-}
+    "shorter": (SHARD, lambda file: cut(file, -512), "bytes")}
 DAMAGE = {  # of a shard whose size is not in the list, as in lists that others have written
     "cut between files": (SHARD, lambda file: cut(file, third_file(file)), "2 pairs, but its list says 4"),
     "cut in a file": (SHARD, lambda file: cut(file, 9000), "unexpected end"),
@@ -182,8 +169,7 @@ DAMAGE = {  # of a shard whose size is not in the list, as in lists that others 
     "more pairs": (SHARD, lambda file: [add(file, f"more.{side}.jpg") for side in ("img", "gt")],
                    "5 pairs, but its list says 4"),
     "one side": (SHARD, lambda file: add(file, "more.img.jpg"), "more needs one file gt"),
-    "two of a side": (SHARD, lambda file: add(file, "00000007-7_v1.img.png"), "00000007-7_v1 needs one file img"),
-}
+    "two of a side": (SHARD, lambda file: add(file, "00000007-7_v1.img.png"), "00000007-7_v1 needs one file img")}
 
 
 def spoil(folder, case):
