@@ -24,22 +24,15 @@ TAG = "# slurm test nodes"
 
 def missing():
     """Return what is missing to start a cluster, as one phrase, or "" if nothing is."""
-    absent = [name for name in PROGRAMS if not _find(name)]
+    absent = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
     if absent:
         return f"the programs {', '.join(absent)} (Debian: slurm-wlm, munge)"
     return "" if os.geteuid() == 0 else "root, to start the daemons"
 
 
-def _find(name):
-    return shutil.which(name, path=PATH)
-
-
 def _free_ports(number):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(number)]
 
 
 @contextlib.contextmanager
@@ -49,14 +42,9 @@ def cluster(cores=4):
     Each node claims `cores`, and task/affinity binds each task to its own. Where the machine has fewer, tasks share
     cores, and a task for which Slurm itself chooses more cores than the machine has cannot start.
     """
-    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        os.chmod(folder, 0o755)  # munge wants a socket that everybody can reach
-        with _daemons(Path(folder), cores) as environment:
-            yield environment
-
-
-@contextlib.contextmanager
-def _daemons(folder, cores):
+    temporary = tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True)
+    folder = Path(temporary.name)
+    folder.chmod(0o755)  # munge wants a socket that everybody can reach
     host = socket.gethostname().split(".")[0]
     controller, first, second = _free_ports(3)
     for name in ("state", "munge"):
@@ -76,8 +64,7 @@ def _daemons(folder, cores):
         "JobAcctGatherType": "jobacct_gather/none", "AccountingStorageType": "accounting_storage/none",
         "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core",
         "SlurmdParameters": "config_overrides",  # more cores than the machine has
-        "ReturnToService": 2, "KillWait": 5,
-    }
+        "ReturnToService": 2, "KillWait": 5}
     nodes = "".join(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cores} RealMemory=2000\n"
                     for name, port in (("cook1", first), ("cook2", second)))
     (folder / "slurm.conf").write_text("".join(f"{name}={value}\n" for name, value in settings.items()) + nodes +
@@ -97,8 +84,12 @@ def _daemons(folder, cores):
         start("slurmctld")
         start("slurmd", "-N", "cook1")
         start("slurmd", "-N", "cook2")
-        _wait(lambda: subprocess.run(["srun", "-Q", "-N2", "-n2", "--immediate=2", "true"], env=environment,
-                                     capture_output=True).returncode == 0, 60, "the nodes to answer")
+        end = time.monotonic() + 60
+        while subprocess.run(["srun", "-Q", "-N2", "-n2", "--immediate=2", "true"], env=environment,
+                             capture_output=True).returncode:
+            if time.monotonic() > end:
+                raise TimeoutError("waited 60 s for the nodes to answer")
+            time.sleep(0.2)
         yield environment
     finally:
         subprocess.run(["scancel", "--full", "-u", "root"], env=environment, capture_output=True)
@@ -106,11 +97,4 @@ def _daemons(folder, cores):
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int(pid_file.read_text()), signal.SIGTERM)
         hosts.write_text("".join(line for line in hosts.read_text().splitlines(True) if TAG not in line))
-
-
-def _wait(condition, seconds, what):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {seconds} s for {what}")
-        time.sleep(0.2)
+        temporary.cleanup()
