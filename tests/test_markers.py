@@ -8,16 +8,10 @@ import pytest
 
 SCRIPTS = markers.scripts()
 CHILDREN = [path for path in SCRIPTS if len(markers.parents_of(path)) == 1]
-
-
 compare = functools.cache(markers.compare)  # of the scripts, which do not change meanwhile
 
 
-def name_of(path):
-    return path.relative_to(markers.ROOT).as_posix()
-
-
-@pytest.mark.parametrize("path", CHILDREN, ids=name_of)
+@pytest.mark.parametrize("path", CHILDREN, ids=markers.name_of)
 def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
     """The diff shows nothing else: at most one hunk per own block."""
     [parent] = markers.parents_of(path)
@@ -46,12 +40,12 @@ BUDGETS = {"train_DP.py": 5, "train_DDP.py": 44, "train_mp.py": 18, "train_amp.p
            "minimal/train_FSDP.py": 16}
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+@pytest.mark.parametrize("path", SCRIPTS, ids=markers.name_of)
 def test_a_script_changes_few_lines_and_marks_them(path):
     assert max(map(len, path.read_text().splitlines())) < 110
     changed, parents = sum(block.changed for block in compare(path)), markers.parents_of(path)
     assert bool(changed) == bool(parents) or len(parents) > 1  # two parents may have every line
-    assert changed <= BUDGETS.get(name_of(path), 100)
+    assert changed <= BUDGETS.get(markers.name_of(path), 100)
 
 
 PARENT = '''"""The parent.

@@ -12,10 +12,6 @@ README = (ROOT / "README.md").read_text()
 EXCERPTS = (ROOT / "docs/scripts.md").read_text()
 
 
-def name_of(path):
-    return path.relative_to(ROOT).as_posix()
-
-
 def test_the_results_are_those_that_are_committed():
     from benchmarks import tables
 
@@ -26,20 +22,20 @@ def test_the_results_are_those_that_are_committed():
 
 
 def test_every_script_is_named_in_both_languages_and_has_a_section():
-    scripts = sorted(map(name_of, markers.scripts()))
+    scripts = sorted(map(markers.name_of, markers.scripts()))
     for page in ("README.md", "README.zh-CN.md"):
         assert sorted(re.findall(r"\[`(\S+\.py)`\]\(\1\)(?: \||: |：)", (ROOT / page).read_text())) == scripts, page
     assert sorted(re.findall(r"^## (\S+\.py)$", EXCERPTS, re.M)) == scripts
 
 
 @pytest.mark.parametrize("path", [  # .ci/run installs DALI before the drills
-    pytest.param(path, marks=[pytest.mark.drill] * (path.name == "loader_DALI.py"), id=name_of(path))
+    pytest.param(path, marks=[pytest.mark.drill] * (path.name == "loader_DALI.py"), id=markers.name_of(path))
     for path in markers.scripts()])
 def test_every_option_in_the_readme_and_the_docstrings_exists(path, monkeypatch, capsys):
     """--help lists them, and shows that a script starts without a device or data. All scripts run in one process."""
     texts = README + EXCERPTS + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
     texts = re.sub(r"\\\n\s*", "", texts)  # one line for each command
-    name = name_of(path)
+    name = markers.name_of(path)
     if name == "loader_DALI.py":
         pytest.importorskip("nvidia.dali", reason="no DALI: pip install -r requirements-dali.txt")
     commands = [line for line in texts.splitlines() if f" {name} " in f"{line} " and "|" not in line

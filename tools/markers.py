@@ -44,6 +44,11 @@ def scripts(root: Path = ROOT) -> list[Path]:
     return sorted(path for name in ("train*.py", "loader*.py", "minimal/train*.py") for path in root.glob(name))
 
 
+def name_of(path: Path) -> str:
+    """Return a script's path from the root, as its parents and the pages name it."""
+    return path.relative_to(ROOT).as_posix()
+
+
 def parents_of(path: Path) -> list[Path]:
     """Return the paths of a script's parents."""
     found = re.findall(r"^Parents?: (.+)$", ast.get_docstring(ast.parse(path.read_text())) or "", re.M)
@@ -124,7 +129,7 @@ def compare(path: Path) -> list[Block]:
 def main() -> None:
     try:
         for path in scripts():
-            name, *parents = (str(file.relative_to(ROOT)) for file in [path, *parents_of(path)])
+            name, *parents = map(name_of, [path, *parents_of(path)])
             print(f"{name:20} {', '.join(parents) or '-':16} {sum(b.changed for b in compare(path)):3} changed lines")
     except BrokenRule as error:
         sys.exit(f"error: {error}")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import gpu_report
 import pytest
-from conftest import PYTHON, ROOT
+from conftest import PYTHON, ROOT, SCRIPTS
 
 HERE = {"gpus": ["T4", "T4"], "torch": "2.14.1", "commit": "abc", "details": "CPU: two cores"}
 
@@ -34,8 +34,7 @@ def test_the_report_lists_what_was_not_run_with_its_reason(tmp_path):
 
 def test_every_script_of_the_classifiers_is_measured():
     what = {each.what.split()[0] for each in gpu_report.measurements(2, None)}
-    others = ("train_yolov3", "train_lm")
-    assert {path.name for path in ROOT.glob("train*.py") if not path.name.startswith(others)} <= what
+    assert set(SCRIPTS) <= what
     names = [each.name for each in gpu_report.measurements(2, None)]
     assert len(set(names)) == len(names)
 
