@@ -81,14 +81,6 @@ class Step:
         self.optimizer.step()
 
 
-def count_operations(model: torch.nn.Module, image_shape) -> float:
-    """Return the nominal operations of forward and backward for one image; Winograd's algorithm needs fewer."""
-    device = next(model.parameters()).device
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(2, *image_shape, device=device)).sum().backward()
-    return counter.get_total_flops() / 2
-
-
 def compare_steps(args, device: torch.device, train_set) -> dict:
     """Return how long the steps take, and the rates of the matrix products in the same rounds."""
     rates = {name: matrix_rate(device, dtype) for name, dtype in PRECISIONS.items()}
@@ -125,7 +117,9 @@ def compare_steps(args, device: torch.device, train_set) -> dict:
         row |= {"milliseconds": spread(1000 * value for value in taken[name]),
                 "times_as_fast": ratio(taken[PLAIN], taken[name])}
     kind, step = ("bfloat16", "bf16") if args.script == "train_amp.py" and bf16_pays else ("float32", PLAIN)
-    operations = count_operations(steps[PLAIN].model, train_set.image_shape)
+    with FlopCounterMode(display=False) as counter:  # nominal operations: Winograd's algorithm needs fewer
+        steps[PLAIN].model(torch.zeros(2, *train_set.image_shape, device=device)).sum().backward()
+    operations = counter.get_total_flops() / 2  # of forward and backward for one image
     arithmetic = [operations * args.batch_size / rate for rate in taken[kind]]
     return {"steps": rows, "operations_per_image": operations, "arithmetic_share": ratio(arithmetic, taken[step]),
             "matrix_rate": {name: spread(taken.get(name, [rate])) for name, rate in rates.items()}}
