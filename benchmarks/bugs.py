@@ -168,9 +168,8 @@ def table(rows, found):
     """Return the table of docs/verify.md as Markdown, and a line with the cases that verify got wrong."""
     correct, wrong = ([row for row in rows if bool(row["bug"]) == kind] for kind in (False, True))
     answers = [right(row, found[row["program"]]) for row in wrong]
-    public = {link for row in wrong
-              for link in re.findall(r"github.com/(\S+?)/(?:issues|pull)/(\d+)",
-                                     found[row["program"]].bugs[row["bug"]].text)}
+    public = {link for row in wrong for link in re.findall(r"github.com/(\S+?)/(?:issues|pull)/(\d+)",
+                                                           found[row["program"]].bugs[row["bug"]].text)}
     timed = [row for row in correct if "plain_seconds" in row]  # a run that was continued lacks some times
     factor = statistics.median(row["seconds"] / row["plain_seconds"] for row in timed)
     last = sum(row["cause"] in ("random", "unknown") for row in wrong)

@@ -105,9 +105,8 @@ def main() -> None:
         for name, rates in RATES.items():
             files[name] = folder / name / "ckpt.pt"
             options = [f"--{key}={value}" for key, value in (theirs | rates | {"out_dir": files[name].parent}).items()]
-            contenders[name] = measure.Contender(
-                [sys.executable, "train.py", *options], steps * tokens, args.threads, args.checkout,
-                partial(read_iterations, steps, tokens))
+            contenders[name] = measure.Contender([sys.executable, "train.py", *options], steps * tokens, args.threads,
+                                                 args.checkout, partial(read_iterations, steps, tokens))
         for _, name in tqdm(measure.in_turns(list(contenders), args.epochs - 1), "turns", disable=None):
             contenders[name].turn(1, long=0)
             tqdm.write(f"{name}: {contenders[name].speeds[-1]:,.0f} tokens/s")

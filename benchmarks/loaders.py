@@ -164,8 +164,7 @@ def report(runs: list[dict]) -> str:
             speeds, costs = found.setdefault(run["contender"], ([], []))
             speeds.append(run["pairs"] / run["seconds"])
             costs.append(1000 * run["cpu_seconds"] / run["pairs"])
-        rows = [[name, around(spread(speeds), ".0f"), around(spread(costs))]
-                for name, (speeds, costs) in found.items()]
+        rows = [[name, around(spread(speeds), ".0f"), around(spread(costs))] for name, (speeds, costs) in found.items()]
         ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
                    around(ratio(found[other][1], found[one][1]))]
                   for one, other in RATIOS if one in found and other in found]

@@ -162,9 +162,8 @@ LOOPS = {"bare": prepare_bare, "alone": prepare_bare, "usual": prepare_usual,
 
 def main():
     """Train, and print the speed of each epoch as the scripts do."""
-    parser = measure.make_parser(
-        __doc__, epochs=5, batch_size=64, datasets=[*datasets.DATASETS, *data.DATASETS],
-        models=[*models.MODELS, *yolov3.MODELS])
+    parser = measure.make_parser(__doc__, epochs=5, batch_size=64, datasets=[*datasets.DATASETS, *data.DATASETS],
+                                 models=[*models.MODELS, *yolov3.MODELS])
     parser.add_argument("loop", choices=LOOPS, help="see above")
     args = parser.parse_args()
     train_epoch, steps = LOOPS[args.loop](args)

@@ -199,6 +199,5 @@ def machine(device: torch.device, *paths: str) -> dict:
     commit, changes = (
         subprocess.run(["git", *words, "--", *paths], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         for words in (["log", "-1", "--format=%h"], ["status", "--porcelain", "--untracked-files=no"]))
-    return {"cpu": name, "cores": os.cpu_count(), "vectors": vectors, "gpu": gpu,
-            "python": platform.python_version(), "torch": torch.__version__,
-            "commit": commit + "-dirty" * bool(changes), "date": time.strftime("%Y-%m-%d")}
+    return {"cpu": name, "cores": os.cpu_count(), "vectors": vectors, "gpu": gpu, "python": platform.python_version(),
+            "torch": torch.__version__, "commit": commit + "-dirty" * bool(changes), "date": time.strftime("%Y-%m-%d")}

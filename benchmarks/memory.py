@@ -171,8 +171,7 @@ def main() -> None:
         runs.append({"script": script, "processes": processes, "length": length, "ranks": ranks})
         if length:
             runs[-1]["predicted"] = predict(gpt.SIZES[args.model], script, processes, args.batch_size, length)
-        peak = ranks[0]["start"] / 2**20
-        tqdm.write(f"{script} on {processes}: rank 0 held at most {peak:.1f} MiB before training")
+        tqdm.write(f"{script} on {processes}: rank 0 held at most {ranks[0]['start'] / 2**20:.1f} MiB before training")
         content = {"machine": where, "arguments": vars(args), "runs": runs}
         save(path_of("memory", where, args.dataset, args.model), content)
     print(memory_table(content))

@@ -86,8 +86,7 @@ def test_what_a_lone_rank_cannot_reach_is_named(address, name):
     ({"locked": [1, 1, 0]}, [("locks", "warning", "the folder has no working locks")]),
     ({"locked": 2}, [("locks", "warning", "the folder has no working locks")]),
     ({"sees": [True, True, False]}, [("not-shared", "error", "rank 2 on b: the folder does not show")]),
-    ({"refused": [None, "/f: Permission denied", None]}, [("folder", "error", "rank 1 on a: /f: Permission denied")]),
-])
+    ({"refused": [None, "/f: Permission denied", None]}, [("folder", "error", "rank 1 on a: /f: Permission denied")])])
 def test_the_decisions(facts, found):
     """Ranks 0 and 1 are on host a, rank 2 on host b. A list holds one value for each of them."""
     everyone = [{**FACTS, "rank": rank, "host": "aab"[rank],

@@ -113,8 +113,7 @@ def build(root: Path = ROOT) -> str:
     scripts, mutations, traps, parts = read(root)
     data, ideas, counts = _comparisons(scripts, mutations, traps, parts)
     fill = {
-        "css": (TOOLS / "page.css").read_text(),
-        "js": (TOOLS / "page.js").read_text(),
+        "css": (TOOLS / "page.css").read_text(), "js": (TOOLS / "page.js").read_text(),
         "data": json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
         "tree": _tree(scripts, counts, None),
         "ideas": "".join(f'<button type="button" class="t t{data["tags"].index(idea) % 8}" data-idea="{idea}" '
@@ -123,8 +122,7 @@ def build(root: Path = ROOT) -> str:
         "contents": "".join(f'<li><a href="#{name}">{texts.inline(heading)}</a></li>'
                             for name, heading, _ in parts),
         "how": _prose(docs / "how-it-works.md", docs, set(traps)),
-        "pitfalls": "\n".join(_prose(docs / name, docs, set(traps)) for name in texts.PAGES),
-    }
+        "pitfalls": "\n".join(_prose(docs / name, docs, set(traps)) for name in texts.PAGES)}
     page = (TOOLS / "page.html").read_text()
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], page)
 
@@ -213,8 +211,7 @@ def _prose(path: Path, docs: Path, traps: set[str]) -> str:
 
     text = texts.INDEX.sub("", path.read_text())  # the page has its own list
     rendered = texts.render(re.sub(r"\A# .+\n", "", text), identify, link, picture)
-    known = {"pitfalls", "how-it-works", *traps,
-             *(name for name, *_ in read_parts(docs / "how-it-works.md"))}
+    known = {"pitfalls", "how-it-works", *traps, *(name for name, *_ in read_parts(docs / "how-it-works.md"))}
     for anchor in re.findall(r'href="#([^"]+)"', rendered):
         if anchor not in known:
             raise texts.TextError(f"{path.name}: broken link: #{anchor}")

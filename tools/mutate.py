@@ -51,18 +51,17 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a mutation, such as D1 (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="pitfalls to try at the same time (default: 2)")
     args = parser.parse_args()
-    names = args.names
     mutations = texts.read_mutations(ROOT / "tools/mutations.txt")
-    if set(names) - set(mutations):
-        parser.error(f"no such pitfall: {', '.join(sorted(set(names) - set(mutations)))}")
+    if unknown := set(args.names) - set(mutations):
+        parser.error(f"no such pitfall: {', '.join(sorted(unknown))}")
 
-    chosen = [mutations[name] for name in names or mutations]
+    chosen = [mutations[name] for name in args.names or mutations]
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for mutation, (verdict, said, seconds) in zip(chosen, tqdm(pool.map(try_out, chosen), total=len(chosen))):
             rows.append((mutation, verdict, said, seconds))
             tqdm.write(f"{mutation.name:4} {verdict:14} {seconds:4.0f} s  {said[:100]}")
-    if not names:
+    if not args.names:
         report(rows)
     return int(any(verdict not in ("red", "skipped") and not verdict.startswith("no test") for _, verdict, *_ in rows))
 

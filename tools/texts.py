@@ -16,8 +16,7 @@ CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Number, "nu"), (pygments.token.Keyword, "ke"), (pygments.token.Operator.Word, "ke"),
     (pygments.token.Name.Function, "fu"), (pygments.token.Name.Class, "fu"),
     (pygments.token.Name.Decorator, "fu"), (pygments.token.Name.Builtin, "bu"),
-    (pygments.token.Name.Exception, "bu"),
-]
+    (pygments.token.Name.Exception, "bu")]
 TRAP = re.compile(r"([SDPEYFL]\d+) (.+)")
 CODE = r"```python\n(?P<{}>(?s:.+?))\n```"
 TEXT = r"(?s:(?:(?!\n\*\*).)+)"  # up to the next field

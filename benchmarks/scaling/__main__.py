@@ -71,8 +71,8 @@ def render() -> list[str]:
     head = ["at 1,024 processes", *ddp.REMEDIES, "FSDP2", "assumed step", "step for 90% on 8", "on 64", "on 1,024"]
     return [f"{part.strip()}\n" for part in (
         table(head, remedies), table(["plain DDP on", *(f"{count:,}" for count in ddp.PROCESSES)], plain),
-        table(["", *MEMORIES], memory),
-        table(["model, GPUs with 400 Gb/s each", *KINDS, "best at 100 Gb/s per host"], plans), text)]
+        table(["", *MEMORIES], memory), table([
+            "model, GPUs with 400 Gb/s each", *KINDS, "best at 100 Gb/s per host"], plans), text)]
 
 
 def main() -> None:

@@ -72,8 +72,7 @@ def step_time(model: dict, plan: Plan, link: dict) -> float:
     gather, scatter = (all_reduce(plan.data, bytes_ * own / layers, link, trees=False, groups=plan.tensor) / 2
                        for bytes_ in (2, 4))  # bfloat16 weights, float32 gradients
     if plan.stages == 1:  # each micro-batch gathers and scatters
-        return micro_batches * (sharded_pass(layers, forward, gather)
-                                + sharded_pass(layers, backward, gather, scatter))
+        return micro_batches * (sharded_pass(layers, forward, gather) + sharded_pass(layers, backward, gather, scatter))
     apart = plan.data * plan.tensor  # GPUs between neighboring stages; stages of one host send at the same time
     one_host = apart * plan.stages <= NODE
     send = (size / NVLINK["bandwidth"] + NVLINK["latency"] if one_host

@@ -89,8 +89,7 @@ def sharded_step_time(model: dict, processes: int, link: dict) -> float:
     """
     seconds, units = model["step_seconds"], model["units"]
     half = all_reduce(processes, 4 * model["parameters"] / units, link, trees=False) / 2
-    return (sharded_pass(units, (1 - BACKWARD) * seconds, half)
-            + sharded_pass(units, BACKWARD * seconds, half, half))
+    return sharded_pass(units, (1 - BACKWARD) * seconds, half) + sharded_pass(units, BACKWARD * seconds, half, half)
 
 
 def shortest_step(model: dict, processes: int, link: dict, wanted=0.9) -> float:

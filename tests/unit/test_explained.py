@@ -37,8 +37,7 @@ def worker_error(kind, text):
      ["lost", "ncclRemoteError", "10.0.0.2<43>"]),  # the whole message: its first line says nothing
     (RuntimeError(NCCL2.format("remote process exited or there was a network error", "socketPoll: 10.0.0.2<43>")),
      ["lost", "10.0.0.2<43>"]),
-    (dist.DistBackendError("NCCL operation timed out"), ["lost", "--timeout"]),
-])
+    (dist.DistBackendError("NCCL operation timed out"), ["lost", "--timeout"])])
 def test_what_can_be_foreseen_is_said(error, parts):
     said = endings.explain(error)
     assert all(part in said for part in parts), said
@@ -56,8 +55,7 @@ def test_what_can_be_foreseen_is_said(error, parts):
                                       "external library call failed.", "Error while creating shared memory segment")),
     RuntimeError(NCCL2.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "illegal memory access")),
     dist.DistBackendError("NCCL operation failed"),
-    ValueError("not foreseen"),
-])
+    ValueError("not foreseen")])
 def test_what_is_not_foreseen_keeps_its_traceback(error):
     assert endings.explain(error) is None
 
