@@ -68,11 +68,17 @@ def test_powersgd_would_keep_an_overflow():
         recipe.compress(None, "powersgd", scaled=True)
 
 
-class Block(torch.nn.Sequential):
+class Block(torch.nn.Module):
     """Four layers of 1 MiB, DDP's first bucket."""
 
     def __init__(self):
-        super().__init__(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(512, 512) for _ in range(4)])
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
 
 
 @pytest.mark.drill
