@@ -33,10 +33,9 @@ def test_the_report_lists_what_was_not_run_with_its_reason(tmp_path):
 
 
 def test_every_script_of_the_classifiers_is_measured():
-    what = {each.what.split()[0] for each in gpu_report.measurements(2, None)}
-    assert set(SCRIPTS) <= what
-    names = [each.name for each in gpu_report.measurements(2, None)]
-    assert len(set(names)) == len(names)
+    planned = list(gpu_report.measurements(2, None))
+    assert set(SCRIPTS) <= {each.what.split()[0] for each in planned}
+    assert len({each.name for each in planned}) == len(planned)
 
 
 @pytest.mark.drill
