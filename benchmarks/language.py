@@ -35,14 +35,6 @@ RATES = {"nanoGPT": {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 100,
 ITERATION = re.compile(r"iter \d+: loss [\d.]+, time ([\d.]+)ms")
 
 
-def write_tokens(folder: Path, sets: Iterable[text.Windows]) -> None:
-    """Write the tokens as nanoGPT reads them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, windows in zip(("train", "val"), sets):
-        windows.tokens.astype("uint16").tofile(folder / f"{part}.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": text.BYTES}))
-
-
 def read_iterations(steps: int, tokens: int, lines: Iterable[str]) -> Iterator[dict[str, float]]:
     """Yield the seconds and the speed of each `steps` iterations in nanoGPT's output, with `tokens` each."""
     seconds: list[float] = []
@@ -85,7 +77,10 @@ def main() -> None:
         raise UsageError(f"{args.checkout}: not a clone of nanoGPT")
     folder, steps = ROOT / "runs/language", args.windows // args.batch_size
     sets = text.create_datasets("stdlib", "", args.length, args.windows, 0)
-    write_tokens(folder / "tokens", sets)
+    (folder / "tokens").mkdir(parents=True, exist_ok=True)
+    for part, windows in zip(("train", "val"), sets):  # the tokens, as nanoGPT reads them
+        windows.tokens.astype("uint16").tofile(folder / f"tokens/{part}.bin")
+    (folder / "tokens/meta.pkl").write_bytes(pickle.dumps({"vocab_size": text.BYTES}))
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model/config.json").write_text(json.dumps(llama.config(SIZE, text.BYTES)))
     ours = {"epochs": args.epochs, "batch-size": args.batch_size, "length": args.length, "windows": args.windows,
