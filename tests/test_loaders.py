@@ -344,7 +344,7 @@ def test_what_cannot_be_used_is_named(tmp_path, script, case):
             deliver(script, tmp_path, "--resize", 0, "--crop", 64, "--batch-size", 2, "--workers", workers)
 
 
-@pytest.mark.parametrize("script", LOADERS)
+@pytest.mark.parametrize("script", [*IN_ORDER, pytest.param("loader_streaming", marks=pytest.mark.drill)])
 def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
     """On two processes, as in README; loader_DALI.py runs on one."""
     size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24", **STRICT}  # the terminal that `run` opens has none

@@ -8,6 +8,7 @@ import pytest
 from conftest import PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
 from live import Live
 
+pytestmark = pytest.mark.drill
 FEW = ["--batch-size", "24", "--epochs", "2", "--save-every", "1", "--log-every", "1", "--workers", "0"]
 COMBINED = [*TORCHRUN, "--nproc-per-node=2", "train_combined.py", "--accum-steps", "3", "--clip-norm", "100"]
 
@@ -49,7 +50,6 @@ def test_bf16_on_two_processes_is_the_baseline_but_for_its_digits(few_digits, bf
     assert 2e-5 < distance(folder / "last.pt", bf16[0] / "last.pt") < 1e-2
 
 
-@pytest.mark.drill
 def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
     fp16 = [PYTHON, "train_amp.py", "--precision", "fp16", "--clip-norm", "100"]
     folder, whole = few_digits(*fp16, output="fp16")
