@@ -10,7 +10,10 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
+
+from filelock import FileLock
 
 NET = "10.97.0"
 
@@ -21,8 +24,9 @@ def missing():
         return "the programs ip and unshare (Debian: iproute2, util-linux)"
     if os.geteuid():
         return "root, to make network namespaces"
-    made = subprocess.run(["ip", "netns", "add", "cook-try"], capture_output=True)
-    subprocess.run(["ip", "netns", "del", "cook-try"], capture_output=True)
+    name = f"cook-try-{os.getpid()}"  # several processes of pytest-xdist ask at the same time
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return "" if made.returncode == 0 else "the right to make network namespaces"
 
 
@@ -47,8 +51,12 @@ def _ip(*parts):
 
 @contextlib.contextmanager
 def pair():
-    """Create two hosts, cook1 and cook2, that know each other's names, and remove them at the end."""
-    both = Host(1), Host(2)
+    """Create two hosts, cook1 and cook2, that know each other's names, and remove them at the end.
+
+    Wait until no other process has such a pair.
+    """
+    both, lock = (Host(1), Host(2)), FileLock(f"{tempfile.gettempdir()}/cook-hosts.lock")
+    lock.acquire()
     _remove(both)
     try:
         _ip("link", "add", "cook-bridge", "type", "bridge")
@@ -68,6 +76,7 @@ def pair():
         yield both
     finally:
         _remove(both)
+        lock.release()
 
 
 def _remove(both):

@@ -78,7 +78,7 @@ def one_life(start: list, folder: Path, chance: random.Random) -> bool:
             return False
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(chance.choice(family), signal.SIGKILL)
-        code = live.end(40)
+        code = live.end(120)  # without a process that it no longer needs, the run goes on to its end
         after = position(folder)
         done = [int(number) for line in live.out for number in re.findall(r"^epoch +(\d+)/", line)]
         if resumed := [line for line in live.out if line.startswith("resume")]:
