@@ -70,9 +70,12 @@ def _counts(row: Row, child: bool) -> bool:
     return any(line and not BARE.fullmatch(line) for line in row)
 
 
+_numbered = functools.cache(lambda path: markers.numbered(path, []))
+
+
 def _anchors(left: "Script", right: "Script") -> list[tuple[int, int]]:
     """Return the pairs of line numbers, after the docstrings, where the two scripts have the same line."""
-    old, new = markers.numbered(left.path, []), markers.numbered(right.path, [])
+    old, new = _numbered(left.path), _numbered(right.path)
     if right.parents == [left.name]:
         removed = {number for block in right.blocks for number in block.removed}
         kept = [number for number, _ in old if number not in removed]
@@ -113,6 +116,7 @@ def _words(line: str) -> collections.Counter[str]:
     return collections.Counter(re.findall(r"\w+|[^\w\s]", line))
 
 
+@functools.lru_cache(maxsize=None)
 def _worth(old: str, new: str) -> float:
     """Return the score for aligning two lines; code aligns with code even if the lines have little in common."""
     kind = _kind(old)
