@@ -98,7 +98,7 @@ def channels_last(model: nn.Module, inputs: tuple) -> tuple:
 
 
 def sum_gradients(model: nn.Module) -> nn.Module:
-    """Make each FSDP2 unit in `model` sum the gradients and divide by the number of processes; return `model`.
+    """Make each FSDP2 unit in `model` sum its gradients over the processes and then divide them; return `model`.
 
     Otherwise, the backend computes the average, and some backends get it wrong
     (github.com/intel/torch-xpu-ops/issues/3020). Older versions of torch do not have this setting.

@@ -72,7 +72,7 @@ class Difference:
 
     @cached_property
     def factor(self):
-        """The factor by which all gradients of B exceed those of A, or None if there is no single factor."""
+        """All gradients of B divided by those of A, or None if the quotients differ."""
         one, two = max(self.pairs, key=lambda pair: pair[0].grad[0])
         factor = two.grad[0] / (one.grad[0] or math.nan)
         bound = min(1e-6, 1e-3 * abs(factor - 1))

@@ -1,8 +1,11 @@
-"""Which lines make a successful launch fail the test: see run() in conftest.py."""
+"""Which lines and which leftover processes make a launch fail the test: see run() in conftest.py."""
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
-from conftest import PYTHON, run, unexplained
+from conftest import PYTHON, descendants, processes_of_session, run, unexplained
 
 PACKAGE = "/usr/lib/python3/dist-packages/torch/nn/functional.py:71: UserWarning: an operator is slow here\n"
 
@@ -24,3 +27,14 @@ def test_a_good_run_with_noise_fails():
         run(PYTHON, "-c", "import sys; print('nanobind: leaked 3 types!', file=sys.stderr)")
     assert run(PYTHON, "-c", "import sys; print('epoch 1', file=sys.stderr)").err == "epoch 1\n"
     assert run(PYTHON, "-c", "raise ValueError").code == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_processes_that_a_command_leaves_are_seen():
+    """A process, its child and its grandchild, which prints a line when it exists."""
+    with subprocess.Popen(["sh", "-c", "sh -c '(echo ready; exec sleep 60); true' & wait"], stdout=subprocess.PIPE,
+                          start_new_session=True) as process:
+        process.stdout.readline()
+        family, session = descendants(process.pid), processes_of_session(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert family[0] == process.pid and len(family) == 3 and sorted(session) == sorted(family)
