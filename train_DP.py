@@ -96,7 +96,7 @@ def main(args):
         models.load_weights(model, args.weights)
     if args.freeze_layers:
         models.freeze_layers(model)
-    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
+    models.to_device(model, device)  # convolutions in channels-last, the fastest layout
 
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128

@@ -132,7 +132,7 @@ def main(args):
         models.load_weights(model, args.weights)
     if args.freeze_layers:
         models.freeze_layers(model)
-    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
+    models.to_device(model, device)  # convolutions in channels-last, the fastest layout
 
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1

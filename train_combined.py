@@ -191,7 +191,7 @@ def main(args):
         models.load_weights(model, args.weights)
     if args.freeze_layers:
         models.freeze_layers(model)
-    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
+    models.to_device(model, device)  # convolutions in channels-last, the fastest layout
 
     # new # combined: DDP: compile by block: equal blocks compile once, and DDP's buckets split no graph
     if args.compile:

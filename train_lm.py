@@ -120,7 +120,7 @@ def main(args):
 
     if args.freeze_layers:
         models.freeze_layers(model)
-    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
+    models.to_device(model, device)  # convolutions in channels-last, the fastest layout
 
     # new # lm
     groups = models.parameter_groups(model, args.weight_decay)

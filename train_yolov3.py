@@ -132,7 +132,7 @@ def main(args):
 
     if args.freeze_layers:
         models.freeze_layers(model)
-    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions
+    models.to_device(model, device)  # convolutions in channels-last, the fastest layout
 
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     # new # yolov3: AdamW's learning rate grows with the square root of the batch size

@@ -78,7 +78,7 @@ def prepare_bare(args):
         images = normalize(images.to(device)).contiguous(memory_format=torch.channels_last)
         boxes = reduce.reduce_sum(torch.tensor(len(labels), device=device))
         batches.append((images, labels.to(device), world_size / boxes))
-    model.to(device, memory_format=torch.channels_last)
+    models.to_device(model, device)
     parallel_model = model if args.loop == "alone" else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(models.parameter_groups(model, 1e-4), 0.001, 0.9, nesterov=detects)
     steps = len(train_set) // args.batch_size

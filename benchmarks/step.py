@@ -67,7 +67,9 @@ class Step:
         self.normalize = torch.nn.Identity() if floats else normalize.to(device)
         torch.manual_seed(0)
         self.model = models.create_model(model, train_set.num_classes, train_set.image_shape)
-        self.model.to(device, memory_format=torch.contiguous_format if contiguous else torch.channels_last)
+        models.to_device(self.model, device)
+        if contiguous:
+            self.model.to(memory_format=torch.contiguous_format)
         self.optimizer = torch.optim.SGD(models.parameter_groups(self.model, 1e-4), 0.001, 0.9, fused=fused)
         if compiled:
             self.model.compile()

@@ -92,7 +92,7 @@ def test_the_loader_delivers_to_the_device(tmp_path):
     assert "npy:0 npy:0" in on_device and on_device.replace("npy:0", "cpu") == on_cpu
 
 
-MOVE = "    model.to(device, memory_format=torch.channels_last)  # the fastest layout for convolutions\n"
+MOVE = "    models.to_device(model, device)  # convolutions in channels-last, the fastest layout\n"
 RESUME = "    start_epoch, best_score = checkpoint.resume(args.resume, folder, state)\n"
 
 

@@ -46,6 +46,20 @@ def test_a_model_without_a_classifier_cannot_be_frozen():
         models.freeze_layers(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize(("device", "alone"), [("cpu", torch.channels_last), ("meta", torch.contiguous_format)])
+def test_convolutions_have_the_layout_of_their_gradients(name, channels, device, alone):
+    """On a GPU, the gradient of a weight with one input channel is contiguous, and DDP warns if the weight is not."""
+    model = models.create_model(name, 10, (channels, 28, 28))
+    models.to_device(model, torch.device(device))
+    weights = [weight for weight in model.parameters() if weight.ndim == 4]
+    assert weights
+    for weight in weights:
+        layout = torch.channels_last if weight.shape[1] > 1 else alone
+        assert weight.stride() == torch.empty(weight.shape, memory_format=layout).stride()
+
+
 @pytest.mark.parametrize(("metric", "said"), [
     (lambda outputs, labels: outputs.mean(), r"'mine' returned shape \(\) for 3 samples"),
     (lambda outputs, labels: 0.5, "'mine' returned float for 3 samples")])
