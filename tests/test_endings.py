@@ -4,6 +4,7 @@ import signal
 import subprocess
 import time
 
+import markers
 import pytest
 from conftest import FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, descendants, free_port, good, run
 from live import Live, alive, ours
@@ -65,6 +66,18 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path):
     assert (result.code, result.err) == (2, said)
 
 
+@pytest.mark.parametrize("script", [
+    pytest.param(path.name, marks=[pytest.mark.drill] * (path.name != "train_elastic.py"))
+    for path in markers.scripts() if "signals.note_signals(" in path.read_text()])
+def test_a_mistake_ends_a_job_that_notes_signals_at_once(tmp_path, script):
+    """Rank 0 reports it, and the launcher ends rank 1 by a signal that only sets a flag."""
+    with Live(*TORCHRUN, "--nproc-per-node=2", script, "--batch-size", "63", "--output-dir", tmp_path) as live:
+        live.wait_for("error: ")
+        assert live.end(5) == 1
+    line, = ours(live.err)
+    assert line.startswith(f"{script}: error: --batch-size 63: not a multiple of the ")
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_loaders_workers_end_with_a_killed_process(method):
@@ -102,4 +115,4 @@ def test_processes_that_srun_started_share_a_device():
     with ThreadPoolExecutor(2) as pool:
         runs = pool.map(lambda rank: run(PYTHON, PROGRAMS / "shared.py", "GPU-1",
                                          env=shared | {"RANK": rank, "LOCAL_RANK": rank}), "01")
-        assert [good(one).out.count("shared") for one in runs] == [1, 1]  # torch 2.9's gloo prints lines of its own
+        assert [good(one).out.count("shared") for one in runs] == [1, 1]
