@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from . import checkpoint, shards
 from .endings import report_errors
@@ -78,13 +79,19 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
 def create_stager(device_type: str) -> Any:
     """Return a stager, which copies shards to host memory for async_save; keep it, so that it reuses its buffers.
 
-    From a CUDA device, it copies into pinned memory, which is faster, and waits once for all copies.
+    Before torch 2.13, a stager allocates its buffers for each save. From a CUDA device, it copies into pinned memory, which is faster, and waits once for all copies.
     """
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+    class Stager(DefaultStager):
+        def stage(self, *args: Any, **kwargs: Any) -> Any:
+            if TorchVersion(torch.__version__) < "2.13":  # there, stage() can run only once: pytorch/issues/183413
+                DefaultStager.__init__(self, self._config)
+            return super().stage(*args, **kwargs)
+
     cuda = device_type == "cuda"
-    return DefaultStager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False,
-                                        use_non_blocking_copy=cuda))
+    return Stager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False,
+                                 use_non_blocking_copy=cuda))
 
 
 def wait(saving: Any) -> None:

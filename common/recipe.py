@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, schedule
+from torch.torch_version import TorchVersion
 
 from . import layers
 from .errors import UsageError
@@ -74,9 +75,15 @@ def compile_blocks(model: nn.Module) -> None:
     (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP can send
     gradients whenever a block's backward pass ends. Dynamo counts the graphs of all blocks of one class together and
     stops compiling them after 8. A ResNet needs more: it has eight kinds of blocks, each compiled for training and for
-    evaluation.
+    evaluation. Before torch 2.14, raises UsageError for an embedding that is split by tensor parallelism.
     """
     from torch._dynamo import config
+
+    meshes = [getattr(module.weight, "device_mesh", None) for module in model.modules()
+              if isinstance(module, nn.Embedding)]
+    if TorchVersion(torch.__version__) < "2.14" and any("tensor" in mesh.mesh_dim_names for mesh in meshes if mesh):
+        raise UsageError(f"--compile: torch {torch.__version__} cannot compile an embedding that is split by tensor "
+                         "parallelism; use torch 2.14 or newer, or omit --compile")
 
     config.optimize_ddp = False
     blocks = layers.blocks(model)

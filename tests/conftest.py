@@ -61,9 +61,8 @@ Finished = collections.namedtuple("Finished", "code out err")
 # Three of train.py at a time on two cores then need 10 s instead of 22. Set before torch is loaded, here and below.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-if importlib.metadata.version("torch").startswith("2.9."):  # its launches on one host all use port 29500
+if importlib.metadata.version("torch").startswith("2.11."):  # its launches on one host all use port 29500
     os.environ |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
-GLOO = re.compile(r"^.*(?:\[Gloo\] Rank|peer ranks).*\n(?:\d*\n)*", re.M)  # torch 2.9 prints such lines, intertwined
 
 # What a good run does not print on standard error
 NOISE = re.compile(r"Traceback \(most|^[\w.]+(Error|Exception|Interrupt)\b(:|$)|Exception (ignored|in thread)|\bleak|"
@@ -146,7 +145,7 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300, quiet=True):
     err = "".join(shown) if terminal else err
     noise = unexplained(err) if quiet and not process.returncode else []
     assert not noise, f"a good run of {' '.join(command)} says:\n{err[-3000:]}"
-    return Finished(process.returncode, GLOO.sub("", out), err)
+    return Finished(process.returncode, out, err)
 
 
 def unexplained(err, noise=NOISE, explained=EXPLAINED):

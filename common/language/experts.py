@@ -39,7 +39,8 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(torch.zeros(experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self.weight)
+        # up to torch 2.11, a DTensor that is split along its tokens cannot be flattened, as F.linear does: transpose it
+        logits = F.linear(x.transpose(0, 1), self.weight).transpose(0, 1)
         scores = logits.to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
         with torch.no_grad():
             chosen = (scores + self.e_score_correction_bias).topk(self.active).indices

@@ -9,10 +9,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.torch_version import TorchVersion
 
 from benchmarks.memory import Storages
 from common import folders, initial, layers, models, pipeline, shards
 from common.errors import UsageError
+
+TORCH = TorchVersion(torch.__version__)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 9])
@@ -182,7 +185,8 @@ def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
     torch.manual_seed(3)
     model, weights = initial.outline(CREATE[name])
     assert all(value.is_meta for value in tensors_of(model).values())
-    assert bool(weights.whole) == (name in ("data", "truncated", "on the host"))
+    unknown = ["data", "on the host", *["truncated"] * (TORCH >= "2.12")]  # torch 2.11 draws it without data, too
+    assert bool(weights.whole) == (name in unknown)
     shards.fill(model, weights, torch.device("cpu"))
     found = tensors_of(model)
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
@@ -265,6 +269,7 @@ def test_a_layer_that_reads_the_weights_inside_it_is_one_block():
     assert [*map(type, layers.blocks(Wrapper(Wrapper(encoder_layer()))))] == [nn.TransformerEncoderLayer]
 
 
+@pytest.mark.skipif(TORCH < "2.13", reason="before torch 2.13, a stager allocates new buffers for each save")
 def test_a_second_save_reuses_the_memory_of_the_first():
     stager, weights = folders.create_stager("cpu"), torch.zeros(1000)
     first = stager.stage({"weights": weights})["weights"].data_ptr()
