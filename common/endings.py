@@ -123,12 +123,12 @@ def _last_words(error: BaseException) -> tuple[str | None, int] | None:
     if not line:
         return None
     if isinstance(error, (UsageError, RunError)) and not isinstance(error, ProcessError):
-        if rank and _launcher_ends_this():
+        if rank and _must_end():
             return None, error.exit_code
         return f"rank {rank}: {line}" if rank else line, error.exit_code
     # all processes of a host time out together: only one reports
     bystander = lost_the_others(error) and (not LATE.search(line) or os.environ.get("LOCAL_RANK", "0") != "0")
-    if bystander and _launcher_ends_this():
+    if bystander and not noted.is_set() and _must_end():  # an earlier signal did not come from the launcher
         return None, 1
     return f"rank {rank}: {line}" if _several() else line, 1
 
@@ -172,13 +172,11 @@ def _several() -> bool:
     return int(size) > 1 if size else is_slurm_task()
 
 
-def _launcher_ends_this() -> bool:
-    """Give the launcher PATIENCE seconds to end this process; return whether its signal came and was only noted.
+def _must_end() -> bool:
+    """Give the launcher PATIENCE seconds to end this process; return whether it sent a signal that is only noted.
 
     A signal that another thread receives runs Python's handler only after wait() returns: so wait in short intervals.
     """
-    if noted.is_set():  # an earlier signal, not the launcher's answer to this failure
-        return False
     return any(noted.wait(0.1) for _ in range(10 * PATIENCE))
 
 

@@ -79,7 +79,8 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
 def create_stager(device_type: str) -> Any:
     """Return a stager, which copies shards to host memory for async_save; keep it, so that it reuses its buffers.
 
-    Before torch 2.13, a stager allocates its buffers for each save. From a CUDA device, it copies into pinned memory, which is faster, and waits once for all copies.
+    Before torch 2.13, it allocates new buffers for each save. From a CUDA device, it copies into pinned memory, which
+    is faster, and waits once for all copies.
     """
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 

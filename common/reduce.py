@@ -6,7 +6,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # import it before a group exists: its default arguments would keep that group alive
-from torch.torch_version import TorchVersion
 
 from . import devices, launch
 from .errors import UsageError
@@ -87,32 +86,27 @@ def choose_backend(name: str | None, device: str | torch.device) -> str:
     device = torch.device(device)
     default = dist.get_default_backend_for_device(device)
     backend = pick_backend(name, device.type, default, dist.is_backend_available, dist.Backend.backend_capability,
-                           lambda: devices_are_shared(devices.identify(device)), torch.__version__)
+                           lambda: devices_are_shared(devices.identify(device)))
     if name is None and backend != default and os.environ["RANK"] == "0":
         print(f"using gloo on {device}: this build of torch lacks {default}, or processes share the device")
     return backend
 
 
 def pick_backend(name: str | None, device_type: str, default: str, is_available: Callable[[str], bool],
-                 takes: Mapping[str, Collection[str]], shared: Callable[[], bool], torch_version: str) -> str:
+                 takes: Mapping[str, Collection[str]], shared: Callable[[], bool]) -> str:
     """Return the backend for --backend `name` on a `device_type` whose own backend is `default`; see choose_backend.
 
     `is_available(name)` returns whether torch has a backend, and `takes[name]` lists the device types that it accepts.
-    `shared()`, called only if gloo could help, returns whether two processes share a device. Raises UsageError for gloo
-    on CUDA before torch 2.11, which could corrupt DDP's gradients (github.com/pytorch/pytorch/pull/170812).
+    `shared()`, called only if gloo could help, returns whether two processes share a device.
     """
-    backend = name or default
     if name is None:
         helps = default != "gloo" and device_type in takes["gloo"]
-        backend = "gloo" if helps and (not is_available(default) or shared()) else default
-    elif not is_available(name):
+        return "gloo" if helps and (not is_available(default) or shared()) else default
+    if not is_available(name):
         raise UsageError(f"--backend {name}: not in this build of torch; use {default} on {device_type}")
-    elif device_type not in takes.get(name, [device_type]):
+    if device_type not in takes.get(name, [device_type]):
         raise UsageError(f"--backend {name}: does not work on {device_type}; use {default}")
-    if backend == "gloo" and device_type == "cuda" and TorchVersion(torch_version) < "2.11":
-        raise UsageError(f"gloo on cuda: can corrupt gradients in torch {torch_version}; use torch 2.11 or newer, one "
-                         "process per GPU with nccl, or --device cpu")
-    return backend
+    return name
 
 
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:

@@ -101,11 +101,13 @@ def sum_gradients(model: nn.Module) -> nn.Module:
     """Make each FSDP2 unit in `model` sum its gradients over the processes and then divide them; return `model`.
 
     Otherwise, the backend computes the average, and some backends get it wrong
-    (github.com/intel/torch-xpu-ops/issues/3020). Older versions of torch do not have this setting.
+    (github.com/intel/torch-xpu-ops/issues/3020).
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for unit in model.modules():
-        if hasattr(unit, "set_force_sum_reduction_for_comms"):
-            unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        if isinstance(unit, FSDPModule):
+            unit.set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -277,10 +279,10 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
                    group: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()) -> Tensor | None:
     """Scale the gradients of `parameters` down to the norm `max_norm` if their norm is greater; return their norm.
 
-    Without `max_norm`, the function does nothing and returns None. The norm is that of the full gradients. torch's
-    clip_grad_norm_ rejects parameters on different meshes, and in torch 2.9 returns the norm of one shard. With
-    `group`, whose processes have different parameters (the stages of a pipeline), the norm covers the parameters of all
-    these processes, except `copies` of parameters that another process has. All processes must call this.
+    Without `max_norm`, the function does nothing and returns None. The norm is that of the full gradients; torch's
+    clip_grad_norm_ rejects parameters on different meshes. With `group`, whose processes have different parameters (the
+    stages of a pipeline), the norm covers the parameters of all these processes, except `copies` of parameters that
+    another process has. All processes must call this.
     """
     if max_norm is None:
         return None

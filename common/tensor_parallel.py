@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
-from torch.torch_version import TorchVersion
 
 from . import shards
 from .errors import UsageError
@@ -48,14 +47,9 @@ def grid(size: int | None, device: torch.device) -> dict[str, Any]:
 def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
     """Return the entries of `plan` that match layers of `model`; the mesh `grid` splits them along "tensor".
 
-    Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly. Before
-    torch 2.14, also raises UsageError for several groups: their shards are strided, and torch 2.9.1 saves the wrong
-    momentum for such shards, unlike torch 2.14.1.
+    Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly.
     """
     size, found = grid["tensor"].size(), {}
-    if 1 < size < grid.size() and TorchVersion(torch.__version__) < "2.14":
-        raise UsageError(f"--tensor-parallel {size}: several groups need torch 2.14 or newer; this is "
-                         f"{torch.__version__}, which could save the momentum in the wrong order")
     for name, module in model.named_modules():
         if hasattr(module, "experts") and not any(fnmatch(f"{name}.experts", pattern) for pattern in plan):
             raise UsageError(f"--model: {name} is a mixture of experts, which train_lm_EP.py can split")

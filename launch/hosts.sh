@@ -17,7 +17,7 @@ processes=${PROCESSES_PER_HOST:-$(python -c 'import torch; print(max(1, torch.ac
 # see launch/torchrun.sbatch; without this variable, no host can join a run
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# expandable_segments: less memory is lost to fragmentation (torch 2.10 and newer)
+# expandable_segments: less memory is lost to fragmentation
 # PYTHONFAULTHANDLER: if NCCL's watchdog ends a process, Python prints what each thread was executing
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}" PYTHONFAULTHANDLER=1
 

@@ -83,9 +83,10 @@ def sum_tied(model: GPT, group: dist.ProcessGroup) -> None:
     of them must call this.
     """
     first, last = 0, group.size() - 1
-    if not model.size.tied or first == last or group.rank() not in (first, last):
+    weight = model.model.embed_tokens.weight
+    if not model.size.tied or not weight.requires_grad or first == last or group.rank() not in (first, last):
         return
-    gradient: DTensor = model.model.embed_tokens.weight.grad  # type: ignore[assignment]
+    gradient: DTensor = weight.grad  # type: ignore[assignment]
     own = gradient.to_local()
     other, peer = torch.empty_like(own), first + last - group.rank()
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, group=group, group_peer=peer),

@@ -3,14 +3,11 @@ import json
 import re
 
 import pytest
-import torch
 from conftest import FLOAT64, FROM_ROOT, PROGRAMS, PYTHON, SAME, TORCHRUN, distance, epochs, good, load, run
-from torch.torch_version import TorchVersion
 
 # few steps: on 2 cores, four processes take seconds for each
 VIT = ["--model", "vit", *SAME, "--epochs", "2", "--batch-size", "288", "--save-every", "0"]
 CLIP = ["--clip-norm", "0.5"]
-GRID = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.14", reason="train_TP.py needs torch 2.14 for groups")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +30,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", [
     "two replicas", "interleaved", *(pytest.param(name, marks=pytest.mark.nightly) for name in (
-        "FSDP on 3", "TP on 2", "PP on 1")),
-    *(pytest.param(name, marks=[pytest.mark.nightly, GRID]) for name in ("TP on 2 x 2", "TP on 4"))])
+        "FSDP on 3", "TP on 2", "PP on 1", "TP on 2 x 2", "TP on 4"))])
 def test_a_layout_trains_the_baselines_model(references, tmp_path, name):
     processes, script, *options = LAYOUTS[name]
     good(run(*TORCHRUN, f"--nproc-per-node={processes}", script, *options, *VIT, "--output-dir", tmp_path, env=FLOAT64))

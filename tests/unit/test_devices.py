@@ -1,6 +1,5 @@
 """Which device a process selects, given the answers of real machines: testing the choice needs no accelerator."""
 import os
-import re
 import socket
 import threading
 
@@ -152,10 +151,10 @@ def test_an_earlier_attempt_says_nothing_of_who_shares_a_device(monkeypatch):
     assert attempt(1, "GPU-2", "GPU-2") == [True, True]
 
 
-def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=False, version="2.11.0+cu130"):
+def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=False):
     """Return the choice of a backend, with torch's own table of the devices that each serves."""
     return reduce.pick_backend(name, device_type, default, available.__contains__, dist.Backend.backend_capability,
-                               lambda: shared, version)
+                               lambda: shared)
 
 
 @pytest.mark.parametrize(("options", "backend"), [
@@ -165,9 +164,7 @@ def pick(name, device_type, default, available=("nccl", "gloo", "xccl"), shared=
     ({"device_type": "cuda", "default": "nccl", "available": ("gloo",)}, "gloo"),
     ({"device_type": "xpu", "default": "xccl", "shared": True}, "xccl"),  # whose tensors gloo does not send
     ({"name": "nccl", "device_type": "cuda", "default": "nccl", "shared": True}, "nccl"),  # as asked for
-    ({"name": "gloo", "device_type": "cuda", "default": "nccl"}, "gloo"),
-    ({"device_type": "cuda", "default": "nccl", "version": "2.9.1"}, "nccl"),
-    ({"device_type": "cpu", "default": "gloo", "version": "2.9.1"}, "gloo")])
+    ({"name": "gloo", "device_type": "cuda", "default": "nccl"}, "gloo")])
 def test_the_backend_follows_from_the_device_the_build_and_sharing(options, backend):
     assert pick(**{"name": None} | options) == backend
 
@@ -178,13 +175,6 @@ def test_the_backend_follows_from_the_device_the_build_and_sharing(options, back
 def test_a_backend_that_cannot_work_is_refused(name, device_type, available, said):
     with pytest.raises(UsageError, match=f"--backend {name}: {said}"):
         pick(name, device_type, "gloo", available)
-
-
-@pytest.mark.parametrize("options", [{"name": "gloo"}, {"shared": True}])
-@pytest.mark.parametrize("version", ["2.9.1", "2.10.0+cu128"])
-def test_gloo_is_refused_where_it_corrupts_gradients(options, version):
-    with pytest.raises(UsageError, match=f"gloo on cuda: can corrupt gradients in torch {re.escape(version)}; use"):
-        pick(**{"name": None, "device_type": "cuda", "default": "nccl", "version": version} | options)
 
 
 class Unpicklable(torch.Tensor):
