@@ -475,7 +475,8 @@ def run(team):
         return
     team.enter("group")
     dist.init_process_group(dist.get_default_backend_for_device(device), store=team.connect(), rank=team.rank,
-                            world_size=team.world, timeout=datetime.timedelta(seconds=team.options.limit + 30))
+                            world_size=team.world, timeout=datetime.timedelta(seconds=team.options.limit + 30),
+                            device_id=None if device.type == "cpu" else device)
     team.enter("all-reduce")
     dist.all_reduce(torch.ones(1, device=device))
     team.enter("collectives")

@@ -49,7 +49,8 @@ class Pictures(Dataset):
 def join(args):
     """Join the process group as the scripts do, and return this process's device."""
     device = devices.prepare(args.device, False, int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(reduce.choose_backend(None, device))
+    backend = reduce.choose_backend(None, device)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     atexit.register(dist.destroy_process_group)
     return device
 

@@ -71,7 +71,8 @@ def main():
     if args.batch_size % world_size:
         parser.exit(2, f"error: --batch-size {args.batch_size}: not a multiple of {world_size} processes\n")
     torch.get_device_module(device).set_device(local_rank)  # before anything uses the device
-    dist.init_process_group(dist.get_default_backend_for_device(device))
+    device_id = None if device.type == "cpu" else local_rank  # without it, NCCL guesses the device
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device_id)
 
     # new # DDP: each process reads its share of each batch and, without padding, of the validation set
     sampler = DistributedSampler(train_set, seed=args.seed * 10**6, drop_last=True)

@@ -5,10 +5,9 @@
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py --device cpu     # without two GPUs
     python minimal/train_resume.py
 
-If a process fails, torchrun restarts all processes. You can also run the same command later to resume from
-best.pt.last; to start from scratch, delete this file. A restarted run repeats at most one epoch. Its weights
-equal those of an uninterrupted run, bit for bit. With three or more processes, sums can round differently
-after a restart.
+If a process fails, torchrun restarts all processes. The same command resumes from best.pt.last later, too;
+to start from scratch, delete this file. A restarted run repeats at most one epoch. Its weights equal those
+of an uninterrupted run, bit for bit; with three or more processes, sums can round differently.
 
 Parent: train_DDP.py
 """
@@ -70,7 +69,8 @@ def main():
     if args.batch_size % world_size:
         parser.exit(2, f"error: --batch-size {args.batch_size}: not a multiple of {world_size} processes\n")
     torch.get_device_module(device).set_device(local_rank)  # before anything uses the device
-    dist.init_process_group(dist.get_default_backend_for_device(device))
+    device_id = None if device.type == "cpu" else local_rank  # without it, NCCL guesses the device
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device_id)
 
     # new # DDP: each process reads its share of each batch and, without padding, of the validation set
     sampler = DistributedSampler(train_set, seed=args.seed * 10**6, drop_last=True)

@@ -1,11 +1,14 @@
 """Which device a process selects, given the answers of real machines: testing the choice needs no accelerator."""
+import ast
 import os
 import socket
 import threading
 
+import markers
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 
 from common import datasets, devices, reduce, spawn
 from common.errors import UsageError
@@ -190,3 +193,11 @@ def test_detections_are_gathered_without_pickling(request):
     request.getfixturevalue("group")
     assert torch.equal(reduce.gather_rows(rows.as_subclass(Unpicklable)), rows)
     assert reduce.gather_rows(rows[:0]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("path", [*markers.scripts(), ROOT / "check.py"], ids=markers.name_of)
+def test_every_group_is_told_its_device(path):
+    """Otherwise, NCCL guesses, which only several GPUs would show."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dist.init_process_group":
+            assert "device_id" in [keyword.arg for keyword in node.keywords]
