@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PROGRAMS, PYTHON, TORCHRUN, free_port, good, run
+from conftest import PROGRAMS, PYTHON, STRICT, TORCHRUN, free_port, good, run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import check
@@ -45,7 +45,7 @@ def test_one_process_needs_no_launcher(tmp_path):
 def test_two_processes_fill_the_table(tmp_path):
     """Good machines give no errors; other load on this machine may cause warnings. Rank 1's clock is 90 s ahead."""
     said = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "around.py", "ahead", "1", "90", "check.py", "--cpu",
-                    "--folder", tmp_path, "--params", "100M")).out
+                    "--folder", tmp_path, "--params", "100M", env=STRICT)).out
     assert "rank 0 on " in said and "rank 1 on " in said and "error" not in said
     clocks = [float(clock) for clock in re.findall(r"^rank .* clock ([-\d.e]+)", said, re.M)]
     warned = re.search(r"warning: clock: rank 1 on \S+: the clock is \+(\d+) s from rank 0's", said)

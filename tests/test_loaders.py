@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LAUNCH, PYTHON, ROOT, STRICT, good, run
+from conftest import LAUNCH, PYTHON, ROOT, STRICT, run
 from PIL import Image, ImageOps
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -344,15 +344,26 @@ def test_what_cannot_be_used_is_named(tmp_path, script, case):
             deliver(script, tmp_path, "--resize", 0, "--crop", 64, "--batch-size", 2, "--workers", workers)
 
 
-@pytest.mark.parametrize("script", [*IN_ORDER, pytest.param("loader_streaming", marks=pytest.mark.drill)])
-def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
-    """On two processes, as in README; loader_DALI.py runs on one."""
-    size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24", **STRICT}  # the terminal that `run` opens has none
-    launcher, split = ([*LAUNCH, "--nproc_per_node=2"], "train") if script != "loader_DALI" else ([PYTHON], "test")
-    command = [*launcher, ROOT / f"{script}.py", "--split", split, "--workers", "1", "--preview", "out/pairs.png",
-               "--epochs", "3", "--device", "cpu"]
-    said = good(run(*command, cwd=tmp_path, terminal=True, env=size))
-    paths = sorted(tmp_path.glob("data/pairs/*/*/*/*.jpg"))
+@pytest.fixture(scope="module")
+def launched(once):
+    """Return a function that launches a loader once on its samples: name to (folder, result).
+
+    On two processes, as in README; loader_DALI.py runs on one.
+    """
+    def get(script):
+        size = {"TQDM_NCOLS": "80", "TQDM_NROWS": "24", **STRICT}  # the terminal that `run` opens has none
+        launcher, split = ([*LAUNCH, "--nproc_per_node=2"], "train") if script != "loader_DALI" else ([PYTHON], "test")
+        command = [*launcher, ROOT / f"{script}.py", "--split", split, "--workers", "1", "--preview", "out/pairs.png",
+                   "--epochs", "3", "--device", "cpu"]
+        return once(script, lambda folder: run(*command, cwd=folder, terminal=True, env=size))
+
+    return get
+
+
+@pytest.mark.parametrize("script", LOADERS)
+def test_the_scripts_run_on_samples_of_their_own(launched, script):
+    folder, said = launched(script)
+    paths = sorted(folder.glob("data/pairs/*/*/*/*.jpg"))
     blurred, sharp = (sum(path.stat().st_size for path in paths if side in path.parts) for side in ("img", "gt"))
     assert blurred < 0.8 * sharp
     assert [sum(part in str(path) for path in paths) for part in ("train/img", "test/gt")] == [29, 7]
@@ -364,7 +375,7 @@ def test_the_scripts_run_on_samples_of_their_own(tmp_path, script):
     counts = ("24", "3") if script != "loader_DALI" else ("7", "1")
     assert all((match[2], match[3]) == counts for match in found)
     assert "epoch 1: " in said.err, "no progress bar"
-    with Image.open(tmp_path / "out/pairs.png") as image:
+    with Image.open(folder / "out/pairs.png") as image:
         columns = 4 if script != "loader_DALI" else 7  # two processes share the batch of 8
         assert image.size == (2 + columns * 226, 2 + 2 * 226)
 

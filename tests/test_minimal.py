@@ -14,14 +14,14 @@ BASELINE, DDP = ROOT / "minimal/train.py", ROOT / "minimal/train_DDP.py"
 CHILD = f"{ROOT}/minimal/train_{{}}.py"
 SCRIPTS = sorted(ROOT.glob("minimal/*.py"))
 TWO = [*TORCHRUN, "--nproc-per-node=2"]
-COMMANDS = {"train.py": [PYTHON, BASELINE], "on 2": [*TWO, DDP],
+COMMANDS = {"train.py": [PYTHON, BASELINE], "train_DDP.py": [*TWO, DDP],
             "on 3": [*LAUNCH, "--nproc_per_node=3", DDP], "on 1": [PYTHON, DDP],
             "short": [PYTHON, BASELINE, "--epochs", "5"],
-            "grad_accum": [*TWO, CHILD.format("grad_accum"), "--epochs", "5", "--accum-steps", "5"],
-            "amp": [*TWO, CHILD.format("amp"), "--epochs", "2"],
-            "FSDP": [*TWO, CHILD.format("FSDP"), "--epochs", "5"],
-            "resume": [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", CHILD.format("resume")]}
-FEW = ["train.py", "on 2", pytest.param("FSDP", marks=pytest.mark.drill),
+            "train_grad_accum.py": [*TWO, CHILD.format("grad_accum"), "--epochs", "5", "--accum-steps", "5"],
+            "train_amp.py": [*TWO, CHILD.format("amp"), "--epochs", "2"],
+            "train_FSDP.py": [*TWO, CHILD.format("FSDP"), "--epochs", "5"],
+            "train_resume.py": [*TWO, "--max-restarts=3", CHILD.format("resume"), "--epochs", "2"]}
+FEW = ["train.py", "train_DDP.py", pytest.param("train_FSDP.py", marks=pytest.mark.drill),
        pytest.param("on 3", marks=pytest.mark.nightly)]
 ROWS, VAL_ROWS, BATCH, PATIENCE, EPOCHS = 1000, 499, 48, 6, 100  # the defaults
 EPOCH = re.compile(r"epoch +(\d+)  loss ([\d.]+)  val_loss ([\d.]+)  lr ([\d.e-]+)")
@@ -36,18 +36,24 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(once, environment):
+def launched(once, environment):
+    """Return a function that runs a command of COMMANDS once: name to (folder, result)."""
+    env = environment | STRICT
+    return lambda name: once(f"minimal {name}", lambda folder: run(*COMMANDS[name], cwd=folder, env=env))
+
+
+@pytest.fixture(scope="module")
+def trained(launched):
     """Return a function that runs a command of COMMANDS once: name to (folder, its lines of epochs)."""
     def get(name):
-        env = environment | STRICT
-        folder, said = once(f"minimal {name}", lambda folder: run(*COMMANDS[name], cwd=folder, env=env))
+        folder, said = launched(name)
         return folder, [line for line in said.out.splitlines() if line.startswith("epoch")]
 
     return get
 
 
 @pytest.mark.parametrize("name", [
-    "on 2", *(pytest.param(name, marks=pytest.mark.drill) for name in ("grad_accum", "FSDP")),
+    "train_DDP.py", *(pytest.param(name, marks=pytest.mark.drill) for name in ("train_grad_accum.py", "train_FSDP.py")),
     *(pytest.param(name, marks=pytest.mark.nightly) for name in ("on 1", "on 3"))])
 def test_any_number_of_processes_trains_the_same_model(trained, name):
     """The batches, the micro-batches and the validation set do not divide evenly."""
@@ -58,10 +64,11 @@ def test_any_number_of_processes_trains_the_same_model(trained, name):
     assert same_lines == lines  # one process prints; losses, learning rates and the last epoch are the same
 
 
-@pytest.mark.drill
-def test_mixed_precision_trains_on_two_processes(trained):
-    """It runs in float64, which autocast does not change: only the loss is float32."""
-    assert trained("amp")[1] == trained("train.py")[1][:2]
+@pytest.mark.parametrize("name", ["train_amp.py", "train_FSDP.py", "train_grad_accum.py", "train_resume.py"])
+def test_a_short_run_on_two_processes_shows_the_first_epochs_of_one(trained, name):
+    """The runs compute in float64, which autocast does not change: only the loss is float32."""
+    lines = trained(name)[1]
+    assert len(lines) > 1 and lines == trained("train.py")[1][:len(lines)]
 
 
 def test_the_run_lowers_the_learning_rate_and_stops_early(trained):
@@ -110,7 +117,7 @@ os.replace = kill
 @pytest.mark.drill
 def test_a_killed_run_resumes_and_trains_the_same_bits(trained, environment, tmp_path):
     """SIGKILL comes while rank 0 saves an epoch after the best one, between writing and renaming the file."""
-    uninterrupted, lines = trained("on 2")
+    uninterrupted, lines = trained("train_DDP.py")
     rates = [EPOCH.fullmatch(line)[4] for line in lines]
     epoch = max(number for number in range(1, len(rates)) if rates[number - 1] != rates[number])
     assert load(uninterrupted / "best.pt")["epoch"] < epoch - 1  # the scheduler and early stopping count epochs
@@ -119,7 +126,7 @@ def test_a_killed_run_resumes_and_trains_the_same_bits(trained, environment, tmp
     site.joinpath("sitecustomize.py").write_text(
         Path(environment["PYTHONPATH"], "sitecustomize.py").read_text() + KILL.format(epochs=epoch))
     env = environment | {"PYTHONPATH": str(site), "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    out = good(run(*COMMANDS["resume"], cwd=tmp_path, env=env, quiet=False)).out
+    out = good(run(*COMMANDS["train_resume.py"], "--epochs", EPOCHS, cwd=tmp_path, env=env, quiet=False)).out
     assert [line for line in out.splitlines() if line.startswith("epoch")] == lines[:epoch] + lines[epoch - 1:]
     assert same(load(tmp_path / "best.pt"), load(uninterrupted / "best.pt"))
     assert {path.name for path in tmp_path.iterdir()} == {"best.pt", "best.pt.last", "site"}
@@ -157,7 +164,7 @@ def test_bf16_trains_like_float32_where_float16_would_overflow(here, tmp_path):
 
 @pytest.mark.parametrize("path", SCRIPTS[1:], ids=lambda path: path.name)
 def test_each_script_trains_the_same_model_as_one_process(here, tmp_path, path):
-    """Here in float64, where autocast changes the loss alone. Drills launch each on two processes."""
+    """Here in float64, where autocast changes the loss alone."""
     torch.set_default_dtype(torch.float64)
     try:
         one = here(BASELINE, "--epochs", "3", "--output", "one.pt")

@@ -5,7 +5,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import PYTHON, TORCHRUN, copy_out, distance, epochs, good, load, run, same
+from conftest import PYTHON, STRICT, TORCHRUN, copy_out, distance, epochs, good, load, run, same
 from live import Live
 
 pytestmark = pytest.mark.drill
@@ -30,16 +30,18 @@ def few_digits(tmp_path_factory):
     np.savez(file, **few)
 
     def train(*command, output, resume=()):
-        return script.parent / output, good(run(*command, *FEW, "--output-dir", output, *resume, cwd=script.parent))
+        said = run(*command, *FEW, "--output-dir", output, *resume, cwd=script.parent, env=STRICT)
+        return script.parent / output, good(said)
 
     train.folder = script.parent
     return train
 
 
 @pytest.fixture(scope="module")
-def bf16(few_digits):
+def bf16(few_digits, once):
     # the norm is never that large; that of gradients which are still scaled for fp16 would be
-    return few_digits(*TORCHRUN, "--nproc-per-node=2", "train_amp.py", "--clip-norm", "100", output="bf16")
+    command = [*TORCHRUN, "--nproc-per-node=2", "train_amp.py", "--clip-norm", "100"]
+    return once("bf16", lambda folder: few_digits(*command, output=folder)[1])
 
 
 def test_bf16_on_two_processes_is_the_baseline_but_for_its_digits(few_digits, bf16):

@@ -7,7 +7,6 @@ from conftest import FLOAT64, ROOT, STRICT, command, copy_out, distance, epochs,
 
 from common.images import decode
 
-pytestmark = pytest.mark.drill
 OPTIONS = ["--dataset", "lines", "--epochs", "2", "--batch-size", "12", "--seed", "3", "--save-every", "1", "--workers",
            "0", "--multi-scale"]
 STARTS = {"train_yolov3.py": ("train_yolov3.py", 1), "train_yolov3_DDP.py": ("train_yolov3_DDP.py", 2),
@@ -69,6 +68,7 @@ def test_a_merge_with_another_idea_is_a_script(trained, scenes, child, tmp_path)
     assert same(load(trained("train_yolov3_DDP.py")[0] / "last.pt"), load(tmp_path / "out/last.pt"))
 
 
+@pytest.mark.drill
 def test_evaluation_does_not_depend_on_processes_or_batches(trained, scenes, tmp_path):
     """It also shows that one script loads another's checkpoint: this one was saved by two processes."""
     folder, _ = trained("train_yolov3_DDP.py")
@@ -78,6 +78,7 @@ def test_evaluation_does_not_depend_on_processes_or_batches(trained, scenes, tmp
     assert re.search(r"val_loss .*mAP [\d.]+", said)[0] == re.search(r"val_loss .*mAP [\d.]+", line)[0]
 
 
+@pytest.mark.drill
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, scenes, tmp_path):
     folder, _ = trained("train_yolov3_DDP.py")
     good(run(*command("train_yolov3_DDP.py"), *OPTIONS, "--data-path", scenes, "--output-dir", tmp_path, "--workers",
@@ -85,6 +86,7 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, scenes, tmp_pa
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
 
 
+@pytest.mark.drill
 def test_pictures_show_the_boxes(trained, scenes, tmp_path):
     folder, _ = trained("train_yolov3.py")
     assert decode(folder / "detections.png").shape[0] == 3
