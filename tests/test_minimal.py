@@ -168,9 +168,10 @@ def test_bf16_trains_like_float32_where_float16_would_overflow(here, tmp_path):
     assert 1e-4 < distance(tmp_path / "float32.pt", tmp_path / "best.pt") < 0.1  # float32 would differ by 1e-6
 
 
-@pytest.mark.parametrize("path", SCRIPTS[1:], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in SCRIPTS[1:] if path.name != "train_amp.py"],
+                         ids=lambda path: path.name)
 def test_each_script_trains_the_same_model_as_one_process(here, tmp_path, path):
-    """Here in float64, where autocast changes the loss alone."""
+    """Here in float64; for train_amp.py, see above."""
     torch.set_default_dtype(torch.float64)
     try:
         one = here(BASELINE, "--epochs", "3", "--output", "one.pt")
@@ -178,7 +179,7 @@ def test_each_script_trains_the_same_model_as_one_process(here, tmp_path, path):
     finally:
         torch.set_default_dtype(torch.float32)
     assert one == other and one[1].count("epoch") == 3
-    assert distance(tmp_path / "one.pt", tmp_path / "best.pt") < (1e-5 if "amp" in path.name else 1e-11)
+    assert distance(tmp_path / "one.pt", tmp_path / "best.pt") < 1e-11
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
