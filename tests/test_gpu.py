@@ -3,7 +3,8 @@
     python -m pytest -m gpu                              # on the GPUs of this machine
     python -m pytest -m nightly tests/test_gpu.py        # the same rows on CPU processes, where these can show them
 
-Nobody has run it on a GPU yet. Two hosts: start it inside `salloc --nodes=2 --gpus-per-node=1`.
+The rows for one GPU ran on an H100 (docs/gpus/1x-h100.md); those for several GPUs or hosts have not run on GPUs yet.
+Two hosts: start it inside `salloc --nodes=2 --gpus-per-node=1`.
 """
 import importlib.util
 import os
@@ -50,6 +51,8 @@ EXPLAINED = {
     r"No CUDA runtime is found, using CUDA_HOME": "a CPU, on a machine with CUDA's compiler",
     r"Not enough SMs to use max_autotune": "a small GPU, such as a T4; nothing here asks for that mode",
     r"find_unused_parameters=True was specified": "--deterministic sets it, to keep DDP's buckets",
+    r"Synchronization debug mode is a prototype feature": "around.py calls set_sync_debug_mode() in a `no_waiting` row",
+    r"Profiler clears events at the end of each cycle": "torch 2.11 and 2.12, even before the first cycle",
 }
 
 
