@@ -1,21 +1,25 @@
 """Measure how many image pairs per second the loaders deliver, compared with a bare loop and with a common loader.
 
     python -m benchmarks.loaders
-    python -m benchmarks.loaders --rounds 15 --pairs 768
+    python -m benchmarks.loaders --rounds 15 --pairs 768 --minutes 60
 
 Each round reads one epoch of the same JPEG files with each contender. The bare loop runs one process per core, which
 does the same work and nothing else. `loader.py`, `loader_streaming` and the PIL loader (typical of published code)
 have one worker per core; `loader_streaming` reads the files from tar shards. `loader_DALI` has one thread per core; on
 a GPU, it uses the GPU's decoders. On a busy machine, CPU time per pair says more than pairs per second.
 
-The tasks differ in the size of the photos and in how the contenders resize and crop them.
+The tasks differ in the size of the photos and in how the contenders resize and crop them. Each task ends within its
+share of --minutes: the command then kills its processes, and reports the rounds that were done.
 """
 import importlib.metadata
+import io
+import itertools
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -55,16 +59,24 @@ CORES = launch.cores_per_process()
 LIBRARIES = ("torchvision", "torchcodec", "pillow", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
 
 
+def make_pair(number: int, folder: Path, count: int, width: int, height: int) -> None:
+    """Write the pair `number` as JPEG files, and its copies, whose numbers are 48 apart."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(number)
+    sharp = pairs.scene(height, width, generator)
+    for side, image in (("gt", sharp), ("img", pairs.motion_blur(sharp, generator))):
+        file = io.BytesIO()
+        v2.functional.to_pil_image((image * 255).round().to(torch.uint8)).save(file, "JPEG", quality=92)
+        for copy in range(number, count, 48):
+            (folder / "train" / side / f"{copy:04}.jpg").write_bytes(file.getvalue())
+
+
 def make_files(folder: Path, count: int, width: int, height: int) -> None:
     """Write `count` pairs of JPEG files, which repeat after 48, and the same pairs in shards."""
-    for number in range(min(count, 48)):
-        generator = torch.Generator().manual_seed(number)
-        sharp = pairs.scene(height, width, generator)
-        for side, image in (("gt", sharp), ("img", pairs.motion_blur(sharp, generator))):
-            (folder / "train" / side).mkdir(parents=True, exist_ok=True)
-            for copy in range(number, count, 48):
-                path = folder / "train" / side / f"{copy:04}.jpg"
-                v2.functional.to_pil_image((image * 255).round().to(torch.uint8)).save(path, quality=92)
+    for side in ("gt", "img"):
+        (folder / "train" / side).mkdir(parents=True)
+    with mp.get_context("fork").Pool(CORES) as pool:
+        pool.starmap(make_pair, [(number, folder, count, width, height) for number in range(min(count, 48))])
     tars.write_shards(pairs.find_pairs(folder, "train", "img", "gt"), folder / "shards", "train", PER_SHARD)
 
 
@@ -158,50 +170,75 @@ def cpu_seconds() -> float:
 def report(runs: list[dict]) -> str:
     """Return two tables for each task: the results of each contender, and ratios within the rounds."""
     texts = []
-    for task in TASKS:
+    for name in dict.fromkeys(run["task"] for run in runs):
         found: dict = {}
-        for run in (run for run in runs if run["task"] == task.name):
+        for run in (run for run in runs if run["task"] == name):
             speeds, costs = found.setdefault(run["contender"], ([], []))
             speeds.append(run["pairs"] / run["seconds"])
             costs.append(1000 * run["cpu_seconds"] / run["pairs"])
-        rows = [[name, around(spread(speeds), ".0f"), around(spread(costs))] for name, (speeds, costs) in found.items()]
+        rows = [[one, around(spread(speeds), ".0f"), around(spread(costs))] for one, (speeds, costs) in found.items()]
         ratios = [[f"{one} / {other}", around(ratio(found[one][0], found[other][0])),
                    around(ratio(found[other][1], found[one][1]))]
                   for one, other in RATIOS if one in found and other in found]
-        texts += [f"{task.name}:", table(["contender", "pairs/s", "CPU, ms per pair"], rows),
+        texts += [f"{name}:", table(["contender", "pairs/s", "CPU, ms per pair"], rows),
                   table(["ratio", "of pairs/s", "by CPU time"], ratios)]
     return "\n\n".join(texts)
 
 
-def measure_task(task: Task, args, device: torch.device) -> list[dict]:
-    """Return the interleaved runs of all contenders for a task."""
+def measure_task(task: Task, args, device: torch.device, folder: Path, results: Connection) -> None:
+    """Send the interleaved runs of all contenders for a task, one round at a time."""
     torch.set_num_threads(1)  # this process leaves the cores to the processes that decode
+    count = args.pairs if task.width == 640 else args.pairs // 3
+    make_files(folder, count, task.width, task.height)
+    found = contenders(folder, task, device)
+    for epoch in found.values():
+        epoch()  # starts the workers and fills the file cache
+    for number, turns in itertools.groupby(measure.in_turns(list(found), args.rounds), lambda turn: turn[0]):
+        results.send([{"task": task.name, "round": number + 1, "contender": name} | found[name]()
+                      for _, name in turns])
+
+
+def run_task(task: Task, args, device: torch.device, seconds: float) -> list[dict]:
+    """Return the runs of measure_task, from a process without threads, which may fork; kill it after `seconds`."""
+    spawn, end, runs = mp.get_context("spawn"), time.monotonic() + seconds, []
+    ours, theirs = spawn.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        count = args.pairs if task.width == 640 else args.pairs // 3
-        make_files(Path(folder), count, task.width, task.height)
-        found = contenders(Path(folder), task, device)
-        for epoch in found.values():
-            epoch()  # starts the workers and fills the file cache
-        return [{"task": task.name, "round": number + 1, "contender": name} | found[name]()
-                for number, name in measure.in_turns(list(found), args.rounds)]
+        process = spawn.Process(target=measure_task, args=(task, args, device, Path(folder), theirs))
+        process.start()
+        theirs.close()
+        try:
+            while ours.poll(max(0, end - time.monotonic())):
+                runs += ours.recv()
+            print(f"{task.name}: stopped after {seconds:.0f} s and {len({run['round'] for run in runs})} rounds")
+        except EOFError:  # the process ends
+            process.join()
+            if process.exitcode:
+                sys.exit(process.exitcode)
+        finally:
+            measure.kill(process.pid)
+            process.join()
+    return runs
 
 
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("--rounds", type=cli.positive_int, default=9, help="epochs of each contender")
     parser.add_argument("--pairs", type=cli.positive_int, default=384, help="small pairs; of large ones, a third")
+    parser.add_argument("--minutes", type=cli.positive, default=20, help="end within this time")
     parser.add_argument("--device", help="default: an accelerator, else cpu")
-    args = parser.parse_args()
+    args, begin = parser.parse_args(), time.monotonic()
     device = devices.select_device(args.device)
     versions = {package.name.lower(): package.version for package in importlib.metadata.distributions()
                 if package.name.lower() in LIBRARIES}
     content = {"machine": measure.machine(device, "loader*.py", "common", "benchmarks/*.py") | versions, "cores": CORES,
                "arguments": vars(args), "runs": []}
-    for task in TASKS:
-        with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:  # without threads, so it may fork
-            content["runs"] += process.submit(measure_task, task, args, device).result()
+    for number, task in enumerate(TASKS):
+        left = begin + 60 * args.minutes - time.monotonic()
+        content["runs"] += run_task(task, args, device, left / (len(TASKS) - number))
+    if not content["runs"]:
+        sys.exit(f"--minutes {args.minutes:g}: no round was completed; nothing is saved")
     save(RESULTS / "loaders.json", content)
-    print(f"{args.pairs} pairs, {args.rounds} rounds: median (lowest to highest)\n\n{report(content['runs'])}")
+    print(f"{args.pairs} pairs, at most {args.rounds} rounds: median (lowest to highest)\n\n{report(content['runs'])}")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,16 @@ def family(pid: int) -> list:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
+def kill(pid: int) -> None:
+    """Kill a process and all its living descendants, in whatever sessions they are."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in family(pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 class Contender:
     """One launch, paused after its first epoch except during its turns; each epoch trains on `images` images or tokens.
 
@@ -166,7 +176,7 @@ class Contender:
     def end(self) -> None:
         """Kill the launch: its command asks for more epochs than are needed."""
         if self.process.poll() is None:
-            self._signal("kill")
+            kill(self.process.pid)
         self.process.wait()
 
     def _next_epoch(self):

@@ -18,7 +18,7 @@ def copy(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     (tmp_path / "benchmarks/results").mkdir()
     (tmp_path / "docs").mkdir()
-    for path in [ROOT / "docs/speed.md", ROOT / "docs/scaling.md", *ROOT.glob("train*.py")]:
+    for path in [ROOT / "docs/speed.md", ROOT / "docs/scaling.md", *ROOT.glob("train*.py"), *ROOT.glob("loader*.py")]:
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     return tmp_path
 
@@ -69,3 +69,17 @@ def test_memory_counts_each_storage_once(copy):
         assert all(sum(rank["peak"].values()) >= 3 * rank["held"]["weights"] for rank in (whole, shard))
         # each block is gathered and freed by itself: the whole model is in memory at no time
         assert sum(whole["peak"].values()) - sum(shard["peak"].values()) > whole["held"]["weights"]
+
+
+def test_the_loaders_take_turns_and_end_within_their_time(copy):
+    """A task that outlasts its share ends with all its processes; `run` looks for those that are left."""
+    loaders = [PYTHON, "-m", "benchmarks.loaders", "--device", "cpu"]
+    result = run(*loaders, "--minutes", "0.2", cwd=copy, seconds=60)
+    assert result.code == 1 and len(re.findall(r"stopped after \d s and 0 rounds", result.out)) == 3
+    assert result.err == "--minutes 0.2: no round was completed; nothing is saved\n"
+    assert not [*(copy / "benchmarks/results").iterdir()]
+    good(run(*loaders, "--pairs", "24", "--rounds", "2", "--minutes", "4", cwd=copy))
+    content = json.loads((copy / "benchmarks/results/loaders.json").read_text())
+    found = [(one["task"], one["round"], one["contender"]) for one in content["runs"]]
+    assert len(found) == len(set(found)) and len(found) % 6 == 0  # three tasks, two rounds
+    assert min(one["pairs"] for one in content["runs"]) > 0
