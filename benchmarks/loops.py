@@ -2,9 +2,11 @@
 
     torchrun --nproc-per-node=2 -m benchmarks.loops usual --model cnn --batch-size 64 --epochs 5
     torchrun --nproc-per-node=2 -m benchmarks.loops bare --dataset scenes --model tiny --batch-size 16
+    torchrun --nproc-per-node=2 -m benchmarks.loops bare --dataset stdlib --model gpt_tiny --bf16
 
 bare: nothing but DistributedDataParallel's step, on batches prepared in advance. It does not read data, log
-    or evaluate. For the detector, each process knows the total number of boxes in advance.
+    or evaluate. For the detector, each process knows the total number of boxes in advance. It also trains the
+    language model, and in 16 bits with --bf16.
 alone: the bare step without an all-reduce: each process trains independently.
 usual: the loop of most published DDP examples, with plain SGD. Each sample goes through PIL and torchvision's
     transforms, one at a time, in the process that trains. Every step reduces and shows the loss. The model has
@@ -25,8 +27,9 @@ from torchvision import transforms
 from tqdm import tqdm
 
 from benchmarks import measure
-from common import datasets, devices, endings, launch, models, reduce
+from common import cli, datasets, devices, endings, launch, models, reduce
 from common.detection import data, yolov3
+from common.language import gpt, text
 
 
 class Pictures(Dataset):
@@ -56,40 +59,49 @@ def join(args):
 
 
 def load(args):
-    """Return the training set, a new model, identical on all processes, and whether it is a detector."""
-    detects = args.model in yolov3.MODELS
-    create, options = (data.create_datasets, (96, 0)) if detects else (datasets.create_datasets, (0, "."))
-    source, _ = create(args.dataset, args.data_path, *options)
+    """Return the training set, a new model, identical on all processes, and the loss."""
     torch.manual_seed(0)
-    if detects:
-        return source, yolov3.create_model(args.model, source.num_classes, data.anchors(source)), True
-    return source, models.create_model(args.model, source.num_classes, source.image_shape), False
+    if args.model in gpt.SIZES:
+        source, _ = text.create_datasets(args.dataset, args.data_path, args.length, args.windows, 0)
+        return source, gpt.GPT(gpt.SIZES[args.model], source.vocabulary), gpt.loss
+    if args.model in yolov3.MODELS:
+        source, _ = data.create_datasets(args.dataset, args.data_path, 96, 0)
+        return source, yolov3.create_model(args.model, source.num_classes, data.anchors(source)), yolov3.loss
+    source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
+    return source, models.create_model(args.model, source.num_classes, source.image_shape), F.cross_entropy
 
 
 def prepare_bare(args):
     device = join(args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_set, model, detects = load(args)
+    train_set, model, criterion = load(args)
+    detects = criterion is yolov3.loss
     normalize = datasets.Normalize(train_set).to(device)
     local_batch_size = args.batch_size // world_size
     batches = []
     for index in range(4):  # few enough for caches to hold them, like a loader's fresh batches
         first = (index * world_size + rank) * local_batch_size
-        images, labels = train_set.__getitems__([(first + n) % len(train_set) for n in range(local_batch_size)])
-        images = normalize(images.to(device)).contiguous(memory_format=torch.channels_last)
+        inputs, labels = train_set.__getitems__([(first + n) % len(train_set) for n in range(local_batch_size)])
+        inputs = normalize(inputs.to(device))
+        if inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         boxes = reduce.reduce_sum(torch.tensor(len(labels), device=device))
-        batches.append((images, labels.to(device), world_size / boxes))
+        batches.append((inputs, labels.to(device), world_size / boxes))
     models.to_device(model, device)
     parallel_model = model if args.loop == "alone" else DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(models.parameter_groups(model, 1e-4), 0.001, 0.9, nesterov=detects)
+    groups = models.parameter_groups(model, 1e-4)
+    if criterion is gpt.loss:
+        optimizer = torch.optim.AdamW(groups, 0.001, (0.9, 0.95), fused=True)
+    else:
+        optimizer = torch.optim.SGD(groups, 0.001, 0.9, nesterov=detects)
     steps = len(train_set) // args.batch_size
 
     def train_epoch(epoch):
         for step in range(steps):
-            images, labels, share = batches[step % len(batches)]
+            inputs, labels, share = batches[step % len(batches)]
             optimizer.zero_grad()
-            outputs = parallel_model(images)
-            loss = yolov3.loss(outputs, labels) * share if detects else F.cross_entropy(outputs, labels)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                loss = criterion(parallel_model(inputs), labels) * (share if detects else 1)
             loss.backward()
             optimizer.step()
         loss.item()  # waits for the device
@@ -163,18 +175,24 @@ LOOPS = {"bare": prepare_bare, "alone": prepare_bare, "usual": prepare_usual,
 
 def main():
     """Train, and print the speed of each epoch as the scripts do."""
-    parser = measure.make_parser(__doc__, epochs=5, batch_size=64, datasets=[*datasets.DATASETS, *data.DATASETS],
-                                 models=[*models.MODELS, *yolov3.MODELS])
+    parser = measure.make_parser(__doc__, epochs=5, batch_size=64, models=[*models.MODELS, *yolov3.MODELS, *gpt.SIZES],
+                                 datasets=[*datasets.DATASETS, *data.DATASETS, *text.DATASETS])
     parser.add_argument("loop", choices=LOOPS, help="see above")
+    parser.add_argument("--bf16", action="store_true", help="bare: run the forward pass in autocast")
+    parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
+    parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
     args = parser.parse_args()
     train_epoch, steps = LOOPS[args.loop](args)
     torch.set_num_threads(launch.cores_per_process())  # after Accelerator(), which changes this number
+    device = devices.select_device(args.device, int(os.environ["LOCAL_RANK"]))
+    size, unit = (args.length, "tokens") if args.model in gpt.SIZES else (1, "images")
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         train_epoch(epoch)
         took = time.perf_counter() - start
         if os.environ["RANK"] == "0":
-            print(f"epoch {epoch:3}/{args.epochs}  {took:.3f} s  {steps * args.batch_size / took:,.0f} images/s")
+            speed = steps * args.batch_size * size / took
+            print(f"epoch {epoch:3}/{args.epochs}  {took:.3f} s  {speed:,.0f} {unit}/s{devices.peak_memory(device)}")
 
 
 if __name__ == "__main__":

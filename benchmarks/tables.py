@@ -1,13 +1,12 @@
 """Results files, and the tables in docs/speed.md made from them (`python -m benchmarks.compare --show`)."""
 import json
-import os
 import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(os.environ.get("RESULTS_FOLDER", ROOT / "benchmarks/results"))  # tools/gpu_report.py sets it
+RESULTS = ROOT / "benchmarks/results"
 MARKS = "<!-- results -->\n", "<!-- /results -->\n"
 OTHERS = ["bare step", "usual loop", "Accelerate", "Fabric"]  # contenders of floor.py, for ratio_table
 
