@@ -188,6 +188,7 @@ def report(runs: list[dict]) -> str:
 def measure_task(task: Task, args, device: torch.device, folder: Path, results: Connection) -> None:
     """Send the interleaved runs of all contenders for a task, one round at a time."""
     torch.set_num_threads(1)  # this process leaves the cores to the processes that decode
+    mp.set_start_method("fork", force=True)  # in a spawned process, loaders would spawn workers: each imports torch
     count = args.pairs if task.width == 640 else args.pairs // 3
     make_files(folder, count, task.width, task.height)
     found = contenders(folder, task, device)
