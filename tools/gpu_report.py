@@ -48,6 +48,7 @@ SLACK = 3  # a measurement may take this multiple of its equal share of the time
 LEAST = 10  # seconds; with less time left, no measurement starts
 STEPS = 16  # of the language model, per epoch
 ALONE = "out_of_memory"  # the tests that fill a GPU
+SPLITS_COMPILE = tuple(map(int, version("torch").split(".")[:2])) >= (2, 14)  # a split embedding, with --compile
 WORDS = {"passed": "passed", "failed": "**failed**", "stopped": "**stopped**", "skipped": "not run"}
 
 
@@ -161,7 +162,7 @@ def measurements(count: int, device: str | None, tokens: Path, nanogpt: Path | N
     title = f"{model}, {length} tokens per window, batch {count * batch}, {processes}: tokens/s"
     yield from rows(title, task, batch, [
         *bare, f"train_lm.py{alone}", "train_lm_DDP.py", "train_lm_TP.py --tensor-parallel 1 --bf16",
-        "train_lm_TP.py --tensor-parallel 1 --bf16 --compile",
+        *["train_lm_TP.py --tensor-parallel 1 --bf16 --compile"] * SPLITS_COMPILE,
         *["train_lm_TP.py --tensor-parallel 2 --bf16", "train_lm_CP.py --bf16", "train_lm_4D.py --bf16",
           "train_lm_DCP.py --bf16"] * several])
     for compiled in (False, True) if nanogpt else ():
