@@ -46,7 +46,6 @@ for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()
 SHARE = 0.5  # the fraction of the time that the tests may take
 SLACK = 3  # a measurement may take this multiple of its equal share of the time that is left
 LEAST = 10  # seconds; with less time left, no measurement starts
-STEPS = 16  # of the language model, per epoch
 ALONE = "out_of_memory"  # the tests that fill a GPU
 SPLITS_COMPILE = tuple(map(int, version("torch").split(".")[:2])) >= (2, 14)  # a split embedding, with --compile
 WORDS = {"passed": "passed", "failed": "**failed**", "stopped": "**stopped**", "skipped": "not run"}
@@ -130,6 +129,7 @@ def measurements(count: int, device: str | None, tokens: Path, nanogpt: Path | N
     The bare step comes first in each table. The language models train on the files in the folder `tokens`.
     """
     on_cpu, several = device == "cpu", count > 1
+    steps = 4 if on_cpu else 16  # of the language model, per epoch
     processes, alone = f"{count} process{'es' * several}", " on one device" * several
 
     def rows(title: str, options: str, batch: int, whats: list[str]) -> Iterator[Measurement]:
@@ -139,7 +139,7 @@ def measurements(count: int, device: str | None, tokens: Path, nanogpt: Path | N
             words = what.removesuffix(" on one device").replace("bare step", "benchmarks.loops bare")
             words += f" {options} --batch-size {number * batch}" + f" --device {device}" * bool(device)
             if "tokens" in title:
-                words += f" --windows {STEPS * number * batch}"
+                words += f" --windows {steps * number * batch}"
             target, *rest = shlex.split(words)
             start: Callable[..., list[str]] = launch
             if target.endswith(".py"):
@@ -157,7 +157,7 @@ def measurements(count: int, device: str | None, tokens: Path, nanogpt: Path | N
         yield from rows(f"{large}, {task}", f"--model {large} --dataset {dataset} --epochs 3", batch, [
             *bare[:2], "train_DDP.py", "train_FSDP.py", "train_FSDP.py --bf16", "train_TP.py", "train_PP.py"])
 
-    model, length, batch = ("gpt_tiny", 64, 4) if on_cpu else ("gpt_124m", 1024, 32)
+    model, length, batch = ("gpt_tiny", 32, 4) if on_cpu else ("gpt_124m", 1024, 32)
     task = f"--model {model} --dataset tokens --data-path {shlex.quote(str(tokens))} --length {length} --epochs 4"
     title = f"{model}, {length} tokens per window, batch {count * batch}, {processes}: tokens/s"
     yield from rows(title, task, batch, [
@@ -169,12 +169,12 @@ def measurements(count: int, device: str | None, tokens: Path, nanogpt: Path | N
         size, number = gpt.SIZES[model], 1 if on_cpu else count  # its groups need NCCL
         settings = {"dataset": tokens, "out_dir": tokens / "nanogpt", "n_layer": size.layers, "n_head": size.heads,
                     "n_embd": size.width, "block_size": length, "batch_size": batch, "eval_iters": 1,
-                    "gradient_accumulation_steps": number, "max_iters": 4 * STEPS, "compile": compiled,
+                    "gradient_accumulation_steps": number, "max_iters": 4 * steps, "compile": compiled,
                     **({"device": "cpu", "dtype": "float32"} if on_cpu else {"dtype": "bfloat16"})}
         command = launch(0 if number == 1 else number, "train.py", *(f"--{key}={value}" for key, value in
                                                                      settings.items()))
         yield Measurement(title, f"nanoGPT --bf16{' --compile' * compiled}", command, nanogpt or ROOT,
-                          partial(read_iterations, STEPS, number * batch * length))
+                          partial(read_iterations, steps, number * batch * length))
 
 
 def measure(which: Measurement, folder: Path, limit: float) -> dict:
