@@ -84,6 +84,18 @@ def test_a_pipeline_in_bf16_learns_as_in_float32(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("script", ["train_FSDP.py --model vit", "train_lm_TP.py --windows 128 --sample="])
+def test_gradients_in_bf16_are_summed_in_float32(tmp_path, script):
+    """Up to torch 2.14, those of norms under TP are not (github.com/pytorch/pytorch/issues/190626)."""
+    result = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "around.py", "sums", tmp_path, *script.split(),
+                      "--bf16", "--epochs", "1", "--batch-size", "64", "--workers", "0", "--output-dir", tmp_path))
+    found = json.loads(re.search("^sums (.+)", result.out, re.M)[1])
+    fixed = TorchVersion(torch.__version__) >= "2.15"
+    assert found == ({"c10d::_reduce_scatter_base_": ["float"]} if "FSDP" in script else
+                     {"_c10d_functional::all_reduce": [*["c10::BFloat16"] * (not fixed), "float"]})
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", ["train_FSDP.py", "train_TP.py", "train_combined.py --precision fp32"])
 def test_compiled_blocks_train_the_same_model(tmp_path, script):
     """Equal blocks share their graphs. Compiled code sums in a different order, so the weights differ slightly."""

@@ -117,6 +117,29 @@ def dropout():
     models.create_model = create_model
 
 
+def sums(folder):
+    """Let rank 0 print, in JSON, the types of the tensors that the second step adds up: {operation: types}."""
+    steps, path = itertools.count(1), Path(folder, f"trace-{os.environ['RANK']}.json")
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+
+    def note(*_):
+        step = next(steps)
+        if step == 1:
+            profiler.start()
+        if step != 2:
+            return
+        profiler.stop()
+        profiler.export_chrome_trace(str(path))
+        found = {}
+        for event in json.loads(path.read_text())["traceEvents"]:
+            if event.get("name") in ("c10d::_reduce_scatter_base_", "_c10d_functional::all_reduce"):
+                found.setdefault(event["name"], set()).add(event["args"]["Input type"][0])
+        if dist.get_rank() == 0:
+            print("sums", json.dumps({name: sorted(types) for name, types in found.items()}))
+
+    register_optimizer_step_post_hook(note)
+
+
 if __name__ == "__main__":
     prepare = globals()[sys.argv.pop(1)]
     prepare(*[sys.argv.pop(1) for _ in inspect.signature(prepare).parameters])
