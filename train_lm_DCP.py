@@ -486,7 +486,7 @@ def main(args):
                 continue
 
             # new # elastic: one reduction sums the loss and tells all processes about a signal
-            sums = torch.stack([loss_sum, torch.tensor(float(stop.is_set()), device=device)])
+            sums = torch.stack([loss_sum, torch.full((), float(stop.is_set()), device=device)])
             loss_total, stopping = reduce.reduce_sum(sums).tolist()
 
             # new # lm_DCP: elastic + lm_4D
