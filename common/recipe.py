@@ -73,9 +73,16 @@ def compile_blocks(model: nn.Module) -> None:
 
     By default, Dynamo splits a graph where DDP's buckets end, so that DDP sends their gradients earlier
     (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP can send
-    gradients whenever a block's backward pass ends. Dynamo counts the graphs of all blocks of one class together and
-    stops compiling them after 8. A ResNet needs more: it has eight kinds of blocks, each compiled for training and for
-    evaluation. Before torch 2.14, raises UsageError for an embedding that is split by tensor parallelism.
+    gradients whenever a block's backward pass ends.
+
+    Dynamo counts the graphs of blocks that share code together and stops compiling them after 8. A ResNet needs more:
+    it has eight kinds of blocks, each compiled for training and for evaluation. Dynamo would also take a size in which
+    two blocks differ for a size that varies, and compile slower code for all sizes (pytorch issue 102670). So if blocks
+    of one class have weights of different shapes, every block is compiled once for each size of its inputs. Other
+    models, such as transformers, keep Dynamo's default: a second graph, for all sizes, if the size of the inputs
+    varies.
+
+    Before torch 2.14, raises UsageError for an embedding that is split by tensor parallelism.
     """
     from torch._dynamo import config
 
@@ -88,8 +95,10 @@ def compile_blocks(model: nn.Module) -> None:
     config.optimize_ddp = False
     blocks = layers.blocks(model)
     config.recompile_limit = max(config.recompile_limit, 8 * len(blocks))
+    kinds = {(type(block), *[parameter.shape for parameter in block.parameters()]) for block in blocks}
+    differ = len(kinds) > len({type(block) for block in blocks})
     for block in blocks:
-        block.compile()
+        block.compile(dynamic=False if differ else None)
 
 
 def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:

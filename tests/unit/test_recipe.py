@@ -93,6 +93,37 @@ def test_each_block_is_one_graph_and_equal_blocks_are_one_too(group):
     assert utils.counters["aot_autograd"]["ok"] == 1
 
 
+class Half(torch.nn.Module):
+    """A layer on every second token."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.layer = torch.nn.Linear(inputs, outputs)
+
+    def forward(self, tokens):
+        return self.layer(tokens)[:, ::2]
+
+
+class Head(Half):
+    pass
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("widths", "graphs"), [((4, 4, 4, 4), 6), ((4, 5, 6, 7), 12)])
+def test_blocks_that_differ_compile_for_each_size_and_equal_ones_for_all_sizes(widths, graphs):
+    """Four blocks, one of another class, three sizes of batch. A ResNet's kernels for all sizes would be slower."""
+    from torch._dynamo import config, reset, utils
+
+    reset()
+    utils.counters.clear()
+    model = torch.nn.Sequential(*map(Half, widths, widths[1:]), Head(widths[-1], 4))
+    with config.patch(optimize_ddp=config.optimize_ddp):
+        recipe.compile_blocks(model)
+        for size in (2, 3, 5):
+            model(torch.randn(size, 16, 4)).sum().backward()
+    assert utils.counters["aot_autograd"]["ok"] == graphs
+
+
 def test_bf16_gradients_lose_digits_or_are_refused_where_torch_has_no_nccl(group):
     """The test accepts both builds of torch: the CUDA build has NCCL, and the CPU build does not."""
     model = torch.nn.Linear(3, 1, bias=False)
