@@ -39,7 +39,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # new # combined
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
 METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
@@ -215,10 +215,10 @@ def main(args):
 
     # new # combined: amp: fp16 skips steps that overflow; warm-up and average ignore those steps
     state["warm_up"] = recipe.WarmUp(optimizer, args.warm_up)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
+    average = AveragedModel(model) if args.ema else None
     if average:
         state["average"] = average
-        recipe.after_update(optimizer, lambda: average.update_parameters(model))
+        recipe.after_update(optimizer, lambda: recipe.update_average(average, model, args.ema))
 
     # new # combined: evaluate() measures the loss without smoothing
     train_criterion = recipe.smooth(criterion, args.label_smoothing)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.torch_version import TorchVersion
 
@@ -66,6 +67,18 @@ class WarmUp:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.done = state["done"]
+
+
+@torch.no_grad()
+def update_average(average: AveragedModel, model: nn.Module, decay: float) -> None:
+    """Move the weights of an average toward those of `model`; the first call copies them.
+
+    `average.update_parameters(model)` gives the same weights, but waits for a GPU in each step, because it copies a
+    counter there. It also copies each buffer.
+    """
+    weight = 1 - decay if average.n_averaged else 1.0
+    torch._foreach_lerp_([*average.module.parameters()], [*model.parameters()], weight)
+    average.n_averaged += 1
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -179,10 +179,12 @@ def test_readmes_first_command_works_on_one_device(tmp_path, place):
     assert epochs(result.out)[-1]["accuracy"] >= 0.97
 
 
-@rows("place, script, processes", cases=[("train.py", 0), ("train_amp.py", 1), ("train_FSDP.py", 1)])
-def test_a_step_between_two_looks_at_the_loss_does_not_wait_for_the_device(tmp_path, place, script, processes):
+@rows("place, script, processes, options", cases=[
+    ("train.py", 0, []), ("train_amp.py", 1, []), ("train_FSDP.py", 1, []), ("train_combined.py", 1, ["--ema", "0.9"])])
+def test_a_step_between_two_looks_at_the_loss_does_not_wait_for_the_device(tmp_path, place, script, processes, options):
     program = [PROGRAMS / "around.py", "no_waiting"]
-    result = train(place, script, "--epochs", "1", "--output-dir", tmp_path, processes=processes, program=program)
+    result = train(place, script, *options, "--epochs", "1", "--output-dir", tmp_path, processes=processes,
+                   program=program)
     assert "steps 4 to 8 are done" in result.out
 
 

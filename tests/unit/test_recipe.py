@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import errors, models, recipe
 
@@ -49,6 +51,33 @@ def test_a_scheduler_that_multiplies_the_rate_does_not_multiply_the_reduction():
 def test_a_step_that_overflows_is_no_step_of_the_warm_up(fused):
     rates, counter = trained(4, skipped=[1], fused=fused)
     assert rates == pytest.approx([0.25, 0.75 * 0.5, 0.75 * 0.75, 0.25, 0.25]) and counter.done == 5
+
+
+class Operators(TorchDispatchMode):
+    """Collects the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_average_is_torchs_without_its_copies():
+    """On a GPU, torch's copy of the counter waits for all earlier steps."""
+    model, operators = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)), Operators()
+    own, of_torch = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(3):
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        with operators:
+            recipe.update_average(own, model, 0.9)
+        of_torch.update_parameters(model)
+    assert own.n_averaged == of_torch.n_averaged == 3
+    assert all(map(torch.equal, own.parameters(), of_torch.parameters()))
+    assert "_foreach_lerp_.Scalar" in operators.names and not any("copy" in name for name in operators.names)
 
 
 def test_smoothing_is_of_a_copy_and_of_a_loss_that_has_it():
