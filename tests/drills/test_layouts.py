@@ -3,7 +3,9 @@ import json
 import re
 
 import pytest
+import torch
 from conftest import FLOAT64, FROM_ROOT, PROGRAMS, PYTHON, SAME, TORCHRUN, distance, epochs, good, load, run
+from torch.torch_version import TorchVersion
 
 # few steps: on 2 cores, four processes take seconds for each
 VIT = ["--model", "vit", *SAME, "--epochs", "2", "--batch-size", "288", "--save-every", "0"]
