@@ -2,7 +2,6 @@
 
     torchrun --nproc-per-node=2 minimal/train_FSDP.py
     torchrun --nproc-per-node=2 minimal/train_FSDP.py --device cpu     # if there are fewer than two GPUs
-    python minimal/train_FSDP.py
 
 Each process stores a shard of the weights, gradients and optimizer state. best.pt contains the whole model.
 
@@ -16,6 +15,7 @@ import torch
 
 # new # DDP
 from torch import distributed as dist, nn
+import torch.distributed.nn  # before a group exists, or it would keep gloo's threads until the very end
 
 # new # FSDP
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -22,6 +22,7 @@ import torch
 
 # new # DDP
 from torch import distributed as dist, nn
+import torch.distributed.nn  # before a group exists, or it would keep gloo's threads until the very end
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 

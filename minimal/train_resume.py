@@ -3,7 +3,6 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts can hang without this
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py
     torchrun --nproc-per-node=2 --max-restarts=3 minimal/train_resume.py --device cpu     # without two GPUs
-    python minimal/train_resume.py
 
 If a process fails, torchrun restarts all processes. The same command resumes from best.pt.last later, too;
 to start from scratch, delete this file. A restarted run repeats at most one epoch. Its weights equal those
@@ -19,6 +18,7 @@ import torch
 
 # new # DDP
 from torch import distributed as dist, nn
+import torch.distributed.nn  # before a group exists, or it would keep gloo's threads until the very end
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAUNCH, PYTHON, ROOT, STRICT, TORCHRUN, distance, good, load, replace_lines, run, same
+from conftest import LAUNCH, PROGRAMS, PYTHON, ROOT, STRICT, TORCHRUN, distance, good, load, replace_lines, run, same
 from torch import nn
 
 BASELINE, DDP = ROOT / "minimal/train.py", ROOT / "minimal/train_DDP.py"
@@ -75,6 +75,14 @@ def test_mixed_precision_on_two_processes_learns(trained):
 def test_a_short_run_on_two_processes_shows_the_first_epochs_of_one(trained, name):
     lines = trained(name)[1]
     assert len(lines) > 1 and lines == trained("train.py")[1][:len(lines)]
+
+
+@pytest.mark.drill
+def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path):
+    """One that still holds a tensor would abort the process, once in some launches."""
+    said = good(run(*TWO, PROGRAMS / "around.py", "last_threads", DDP, "--epochs", "1", "--device", "cpu",
+                    cwd=tmp_path)).out
+    assert said.count("threads:") == 2 and "gloo" not in said
 
 
 def test_the_run_lowers_the_learning_rate_and_stops_early(trained):
