@@ -46,7 +46,7 @@ def test_a_launch_trains_and_saves(request, script):
         fixture, name = find_run(script)
         folder, result = request.getfixturevalue(fixture)(name)
     if script.startswith("loader"):
-        assert "epoch   3/3  24 pairs" in result.out and list(folder.glob("out/pairs.png"))
+        assert re.search(r"epoch   3/3  \d+ pairs", result.out) and list(folder.glob("out/pairs.png"))
         return
     assert epochs(result.out)[-1]["loss"] > 0 and [*folder.glob("*.pt"), *folder.glob("step-*/.metadata")]
     if not script.startswith("minimal/"):  # others print a product, such as "2 process" or "1 group(s) of 2 process"
