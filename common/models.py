@@ -130,22 +130,21 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
-    """Move a model to `device`, with the weights of its convolutions in channels-last, the fastest layout for them.
-
-    On CUDA, weights with one input channel stay contiguous, as cuDNN's gradients of them are. With different strides,
-    DDP would copy these gradients and warn that "Grad strides do not match bucket view strides".
-    """
+    """Move a model to `device`, with the weights of its convolutions in channels-last, the fastest layout for them."""
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    for parameter in model.parameters():
-        if parameter.ndim == 4:
-            layout = weight_layout(parameter.shape[1], device.type)
-            if layout == torch.contiguous_format:
-                parameter.data = parameter.data.clone(memory_format=layout)
+    if device.type == "cuda":
+        fit_gradients(model)
 
 
-def weight_layout(channels: int, device_type: str) -> torch.memory_format:
-    """Return the layout for the weight of a convolution with this number of input channels: see to_device()."""
-    return torch.contiguous_format if channels == 1 and device_type == "cuda" else torch.channels_last
+def fit_gradients(model: nn.Module) -> None:
+    """Make weights of convolutions with one input channel contiguous, as cuDNN's gradients of them are.
+
+    With other strides, DDP would copy these gradients and warn: "Grad strides do not match bucket view strides". On a
+    CPU, this layout would make the convolution slower.
+    """
+    for weight in model.parameters():
+        if weight.ndim == 4 and weight.shape[1] == 1:
+            weight.data = weight.data.clone(memory_format=torch.contiguous_format)
 
 
 def freeze_layers(model: nn.Module) -> None:

@@ -48,18 +48,14 @@ def test_a_model_without_a_classifier_cannot_be_frozen():
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("name", models.MODELS)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_convolutions_have_the_layout_of_their_gradients(monkeypatch, name, channels, device):
-    """On CUDA, the gradient of a weight with one input channel is contiguous, and DDP warns if the weight is not."""
-    layout_on = models.weight_layout
-    monkeypatch.setattr(models, "weight_layout", lambda channels, _: layout_on(channels, device))  # there is no GPU
+def test_convolutions_are_in_channels_last_and_fit_the_gradients_of_cudnn(name, channels):
     model = models.create_model(name, 10, (channels, 28, 28))
     models.to_device(model, torch.device("cpu"))
     weights = [weight for weight in model.parameters() if weight.ndim == 4]
-    assert weights
+    assert weights and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    models.fit_gradients(model)
     for weight in weights:
-        alone = weight.shape[1] == 1 and device == "cuda"
-        layout = torch.contiguous_format if alone else torch.channels_last
+        layout = torch.channels_last if weight.shape[1] > 1 else torch.contiguous_format
         assert weight.stride() == torch.empty(weight.shape, memory_format=layout).stride()
 
 
