@@ -35,6 +35,7 @@ import torch
 
 from benchmarks.measure import machine
 from benchmarks.tables import ROOT, table
+from common.launch import end_with_parent
 
 PAGE = ROOT / "docs/versions.md"
 LIMIT = 300  # seconds for one run
@@ -280,6 +281,7 @@ def main() -> None:
     if args.here == bool(args.versions):
         parser.error("pass versions, or --here")
     if args.here:
+        end_with_parent("SIGTERM")
         scripts = try_all(args.only, args.no_compile)
         print(json.dumps({"title": f"{version('torch')}, torchvision {version('torchvision')}", "scripts": scripts}))
         return
