@@ -1,11 +1,53 @@
-"""tools/versions.py: its table, and that it knows every script and the oldest version."""
+"""tools/versions.py: what it notices in a script, its table, and that it knows every script and the oldest version."""
+import json
 import re
+import shutil
 
 import markers
 import pytest
-from conftest import ROOT
+from conftest import PYTHON, ROOT, good, run
 
 from tools import versions
+
+HONEST = '''"""A script that trains nothing.
+
+    python train.py
+"""
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+folder.mkdir(exist_ok=True)
+start = 2 if "--resume" in sys.argv else 1
+trained = 5 if "--freeze-layers" in sys.argv else 10
+loss = 2.0 if "--compile" in sys.argv else 2.01
+if "--evaluate" in sys.argv:
+    print("val_loss 2.0100")
+    sys.exit()
+print(f"cpu: {trained} of 10 parameters")
+for epoch in range(start, 3):
+    (folder / f"epoch-{epoch:03}.pt").touch()
+    print(f"epoch   {epoch}/2  loss 1.0000  val_loss {loss:.4f}  lr 0.1")
+'''
+LIES = {  # name of the script: (the line that is wrong, what takes its place, the steps that must fail)
+    "train.py": ("", "", []), "train_resume.py": ("start = 2", "start = 1", ["--resume"]),
+    "train_evaluate.py": ("2.0100", "2.0200", ["--evaluate"]), "train_freeze.py": ("= 5", "= 9", ["--freeze-layers"]),
+    "train_compile.py": ("= 2.0 if", "= 2.2 if", ["--compile"]), "train_stop.py": ("range(start, 3)", "[1]", ["train"]),
+    "train_warn.py": ("import sys", "import sys; print('UserWarning: new', file=sys.stderr)", ["warnings"]),
+    "train_fail.py": ("start = 2", "start = 2 / 0", ["--resume", "--evaluate"])}
+
+
+@pytest.mark.drill
+def test_each_wrong_script_is_noticed(tmp_path):
+    for folder in ("tools", "benchmarks", "common"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name, (right, wrong, _) in LIES.items():
+        assert right in HONEST
+        (tmp_path / name).write_text(HONEST.replace(right, wrong, 1) if right else HONEST)
+    said = good(run(PYTHON, "-m", "tools.versions", "--here", cwd=tmp_path, quiet=False))
+    found = {name: [step for step, text in results.items() if text]
+             for name, results in json.loads(said.out)["scripts"].items()}
+    assert found == {name: steps for name, (_, _, steps) in LIES.items()}
 
 
 def test_every_script_is_run():
