@@ -60,6 +60,21 @@ def test_what_is_not_foreseen_keeps_its_traceback(error):
     assert endings.explain(error) is None
 
 
+@pytest.mark.parametrize(("error", "said"), [
+    (errors.UsageError("--lr 7: too much"), None),  # rank 0 says it
+    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41"), "rank 1: lost the")])
+def test_after_an_earlier_signal_rank_1_still_says_that_it_lost_the_others(monkeypatch, error, said):
+    """Slurm may have signaled all processes, and the lost one cannot say anything."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    endings.noted.set()
+    try:
+        line, code = endings._last_words(error)
+    finally:
+        endings.noted.clear()
+    assert code and (line.startswith(said) if said else line is None)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_ends_the_run(value):
     with pytest.raises(errors.RunError, match=f"^epoch 1: the loss is {value}; try a lower --lr$"):
