@@ -114,7 +114,7 @@ def evaluate(model, loader, normalize, device):
     dist.all_reduce(sums)
 
     # new # yolov3_DDP: gather the detections of all processes
-    rows = [reduce.gather_rows(torch.cat(rows))]
+    rows = [mean_ap.gather_rows(torch.cat(rows))]
 
     # new # yolov3
     loss, *boxes = sums.tolist()

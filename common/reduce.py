@@ -40,25 +40,6 @@ def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows (N, C) of all processes, in the order of their ranks; every process must call it.
-
-    The processes may have different numbers of rows. Each process pads its rows to the greatest number, because all
-    tensors of an all_gather must have the same shape. all_gather_object would pickle them and, on NCCL, copy them to
-    the GPU as bytes.
-    """
-    if not dist.is_initialized():
-        return rows
-    counts = rows.new_zeros(get_world_size(), dtype=torch.int64)
-    counts[get_rank()] = len(rows)
-    dist.all_reduce(counts)
-    padded = rows.new_zeros(int(counts.max()), rows.shape[1])
-    padded[:len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:count] for part, count in zip(parts, counts.tolist())])
-
-
 def agree(value: object) -> bool:
     """Return whether all processes pass equal (plain Python) values; every process must call it."""
     if not dist.is_initialized():

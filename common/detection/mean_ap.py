@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ..reduce import get_rank, get_world_size
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # IoU thresholds
 RECALLS = np.linspace(0, 1, 101)
@@ -51,6 +54,25 @@ def _match_image(found: np.ndarray, true: np.ndarray, results: np.ndarray) -> No
         right = candidates.any(1)
         free[right, candidates.argmax(1)[right]] = False
         results[row] = np.concatenate([right, ~right & (fits & ignored).any(1)])
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """Return the rows (N, C) of all processes, in the order of their ranks; every process must call it.
+
+    The processes may have different numbers of rows. Each process pads its rows to the greatest number, because all
+    tensors of an all_gather must have the same shape. all_gather_object would pickle them and, on NCCL, copy them to
+    the GPU as bytes.
+    """
+    if not dist.is_initialized():
+        return rows
+    counts = rows.new_zeros(get_world_size(), dtype=torch.int64)
+    counts[get_rank()] = len(rows)
+    dist.all_reduce(counts)
+    padded = rows.new_zeros(int(counts.max()), rows.shape[1])
+    padded[:len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts.tolist())])
 
 
 def average_precision(rows: Tensor, boxes: Tensor | Sequence[int]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from conftest import ROOT
 
 from common import datasets, devices, reduce, spawn
+from common.detection import mean_ap
 from common.errors import UsageError
 
 GROUPS = {"cpu", "cuda", "xpu"}  # torch.distributed has no backend that takes MPS tensors
@@ -189,10 +190,10 @@ class Unpicklable(torch.Tensor):
 
 def test_detections_are_gathered_without_pickling(request):
     rows = torch.arange(15.0).reshape(5, 3)
-    assert reduce.gather_rows(rows) is rows
+    assert mean_ap.gather_rows(rows) is rows
     request.getfixturevalue("group")
-    assert torch.equal(reduce.gather_rows(rows.as_subclass(Unpicklable)), rows)
-    assert reduce.gather_rows(rows[:0]).shape == (0, 3)
+    assert torch.equal(mean_ap.gather_rows(rows.as_subclass(Unpicklable)), rows)
+    assert mean_ap.gather_rows(rows[:0]).shape == (0, 3)
 
 
 @pytest.mark.parametrize("path", [*markers.scripts(), ROOT / "check.py"], ids=markers.name_of)
