@@ -51,11 +51,11 @@ def evaluate(model, loader, normalize, device):
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(normalize(inputs))
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
@@ -124,9 +124,9 @@ def main(args):
         start = time.perf_counter()
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None)
         for step, batch in enumerate(bar, 1):
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
-            loss = criterion(model(normalize(images)), labels)
+            loss = criterion(model(normalize(inputs)), targets)
             loss.backward()
             optimizer.step()
             # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()

@@ -60,8 +60,10 @@ def parse_args():
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
-    # new # DDP
+    # new # DDP: for models with BatchNorm
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
+
+    # new # DDP
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
@@ -88,17 +90,17 @@ def evaluate(model, loader, normalize, device):
     left = loader.sampler.own
 
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(normalize(inputs))
 
         # new # FSDP
         if left <= 0:
             continue
-        outputs, labels, left = outputs[:left], labels[:left], left - len(labels)
+        outputs, targets, left = outputs[:left], targets[:left], left - len(targets)
 
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -156,12 +158,14 @@ def main(args):
 
     # new # FSDP: shard each block, then the rest, before the optimizer gets the parameters
     mesh = dist.init_device_mesh(device.type, **shards.grid(args.replicas, device))
-    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
-    root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    half, single = (torch.bfloat16, torch.float32) if args.bf16 else (None, None)
+    policy, root_policy = MixedPrecisionPolicy(half, single), MixedPrecisionPolicy(half, single, single)
     blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=root_policy))
+
+    # new # FSDP: now draw the weights and keep this process's shards; convolutions get channels-last inputs
     shards.fill(model, weights, device).register_forward_pre_hook(shards.channels_last)
 
     # new # FSDP: compile block by block, so that equal blocks compile once
@@ -216,11 +220,11 @@ def main(args):
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # new # DDP: call the wrapper: its forward prepares the gradient reduction
-            loss = criterion(parallel_model(normalize(images)), labels)
+            loss = criterion(parallel_model(normalize(inputs)), targets)
 
             loss.backward()
 

@@ -63,8 +63,10 @@ def parse_args():
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
-    # new # DDP
+    # new # DDP: for models with BatchNorm
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
+
+    # new # DDP
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
@@ -85,16 +87,16 @@ def evaluate(model, loader, normalize, device):
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(normalize(inputs))
 
         # new # PP: only the last stage has outputs
         if outputs is None:
             continue
 
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -125,10 +127,10 @@ def create_schedule(parts, micro_batches, device, group, loss=None):
 
 
 # new # PP: evaluation also runs through all stages; a schedule needs batches of equal size
-def forward(schedule, batch_size, images):
-    rows = torch.arange(batch_size, device=images.device) % len(images)
-    outputs = schedule.eval(*[images[rows]][:dist.get_rank() == 0])
-    return None if outputs is None else outputs[:len(images)]
+def forward(schedule, batch_size, inputs):
+    rows = torch.arange(batch_size, device=inputs.device) % len(inputs)
+    outputs = schedule.eval(inputs[rows]) if dist.get_rank() == 0 else schedule.eval()
+    return None if outputs is None else outputs[:len(inputs)]
 
 
 def main(args):
@@ -143,7 +145,7 @@ def main(args):
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    # new # PP: all processes read whole batches: the first stage needs images, the last one labels
+    # new # PP: all processes read whole batches: the first stage needs inputs, the last one targets
     local_batch_size = args.batch_size
     micro_batches = pipeline.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
     sampler = DistributedSampler(train_set, 1, 0, seed=datasets.mix(args.seed), drop_last=True)
@@ -222,12 +224,13 @@ def main(args):
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # new # PP: run forward and backward on each micro-batch; the last stage computes the losses
-            losses, inputs = [], [normalize(images)][:rank == 0]
-            schedule.step(*inputs, target=labels, losses=losses)
+            losses = []
+            stage_inputs = [normalize(inputs)] if rank == 0 else []
+            schedule.step(*stage_inputs, target=targets, losses=losses)
             loss = sum(losses, torch.zeros((), device=device)) / micro_batches
 
             # new # PP: clip by the norm over all stages

@@ -68,8 +68,10 @@ def parse_args():
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
-    # new # DDP
+    # new # DDP: for models with BatchNorm
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
+
+    # new # DDP
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
@@ -110,11 +112,11 @@ def evaluate(model, loader, normalize, device):
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(normalize(inputs))
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -287,20 +289,20 @@ def main(args):
         for step, batch in enumerate(bar, first_step + 1):
             torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
 
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # new # grad_accum: all micro-batches except the last accumulate locally and send nothing
-            shares = images.tensor_split(args.accum_steps), labels.tensor_split(args.accum_steps)
+            shares = inputs.tensor_split(args.accum_steps), targets.tensor_split(args.accum_steps)
             *parts, last_part = zip(*shares)
             with parallel_model.no_sync():
-                for part, part_labels in parts:
+                for part, part_targets in parts:
 
                     # new # combined: amp + grad_accum: run each micro-batch under autocast
                     with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
-                        loss = train_criterion(parallel_model(normalize(part)), part_labels)
+                        loss = train_criterion(parallel_model(normalize(part)), part_targets)
 
-                    loss = loss * len(part_labels) / local_batch_size
+                    loss = loss * len(part_targets) / local_batch_size
 
                     # new # combined: amp + grad_accum: all micro-batches of a step need the same scale
                     scaler.scale(loss).backward()
@@ -308,16 +310,16 @@ def main(args):
                     loss_sum += loss.detach()
 
             # new # grad_accum: the last part runs outside no_sync, so DDP reduces the accumulated gradient
-            images, labels = last_part
+            inputs, targets = last_part
 
             # new # amp: autocast picks the precision of each operation, also in backward()
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                 # new # combined: amp: the training loss, which can smooth labels
-                loss = train_criterion(parallel_model(normalize(images)), labels)
+                loss = train_criterion(parallel_model(normalize(inputs)), targets)
 
             # new # grad_accum: weight the loss by size, because micro-batches may differ in size
-            loss = loss * len(labels) / local_batch_size
+            loss = loss * len(targets) / local_batch_size
 
             # new # amp: unscale before clipping, which needs the norm of the true gradients
             scaler.scale(loss).backward()

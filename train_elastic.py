@@ -66,8 +66,10 @@ def parse_args():
     parser.add_argument("--log-every", type=cli.positive_int, default=10, help="read the loss every N steps")
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
-    # new # DDP
+    # new # DDP: for models with BatchNorm
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
+
+    # new # DDP
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
@@ -93,11 +95,11 @@ def evaluate(model, loader, normalize, device):
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(normalize(inputs))
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -231,11 +233,11 @@ def main(args):
         for step, batch in enumerate(bar, first_step + 1):
             torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
 
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # new # DDP: call the wrapper: its forward prepares the gradient reduction
-            loss = criterion(parallel_model(normalize(images)), labels)
+            loss = criterion(parallel_model(normalize(inputs)), targets)
 
             loss.backward()
             optimizer.step()

@@ -43,7 +43,7 @@ def figures(contenders: dict[str, measure.Contender], alone: str | None) -> dict
     """Return the figures of the rounds so far."""
     speeds = {name: contender.speeds for name, contender in contenders.items()}
     pairs = [*(("train_DDP.py", other) for other in OTHERS), ("train_amp.py", "train_DDP.py"), ("train_DDP.py", alone),
-             ("no all-reduce", alone), ("train_yolov3_DDP.py", "bare step")]
+             ("no all-reduce", alone), ("detection/train_DDP.py", "bare step")]
     return {"table": {name: {"images_per_second": spread(contender.speeds),
                              "of_the_bare_step": ratio(contender.speeds, speeds["bare step"]),
                              "start_up_seconds": contender.start_up,
@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     detector = args.model == DETECTOR
     if detector:
-        args.dataset, args.model, args.scripts, args.others = "scenes", "tiny", ["train_yolov3_DDP.py"], []
+        args.dataset, args.model, args.scripts, args.others = "scenes", "tiny", ["detection/train_DDP.py"], []
     device = devices.select_device(args.device)
     where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
     train_set, *_ = loops.load(args)

@@ -1,13 +1,13 @@
-"""Compare train_lm.py with nanoGPT's train.py: their speed and the loss that they reach, interleaved in one run.
+"""Compare language/train.py with nanoGPT's train.py: their speed and the loss that they reach, interleaved in one run.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m benchmarks.language nanoGPT --threads 1                            # ten minutes on a busy core
 
 Both train on the bytes of Python's standard library, in float32, with equally many parameters, windows of 64 tokens,
 batches of 12 windows as in nanoGPT's README for a CPU, and steps. nanoGPT trains once with the
-rates of its config/train_shakespeare_char.py and once with those of train_lm.py. In each round, each of them trains for
-one epoch of train_lm.py while the others are paused. At the end, the benchmark computes the loss of each model on
-train_lm.py's validation windows.
+rates of its config/train_shakespeare_char.py and once with those of language/train.py. In each round, each of them trains for
+one epoch of language/train.py while the others are paused. At the end, the benchmark computes the loss of each model on
+language/train.py's validation windows.
 """
 import json
 import pickle
@@ -26,12 +26,12 @@ from benchmarks.tables import ROOT, language_table, path_of, ratio, save, spread
 from common import cli, devices, endings
 from common.checkpoint import load_file
 from common.errors import UsageError
-from common.language import gpt, llama, text
+from language import gpt, llama, text
 
 SIZE = gpt.Size(128, 4, 4, 2, 384)  # each layer has as many parameters as nanoGPT's
 LIKE = {"n_layer": SIZE.layers, "n_head": SIZE.heads, "n_embd": SIZE.width, "dropout": 0.0, "compile": False}
 RATES = {"nanoGPT": {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 100, "beta2": 0.99},
-         "nanoGPT, rates of train_lm.py": {"learning_rate": 2e-3, "min_lr": 2e-5, "warmup_iters": 50, "beta2": 0.95}}
+         "nanoGPT, rates of language/train.py": {"learning_rate": 2e-3, "min_lr": 2e-5, "warmup_iters": 50, "beta2": 0.95}}
 ITERATION = re.compile(r"iter \d+: loss [\d.]+, time ([\d.]+)ms")
 
 
@@ -66,7 +66,7 @@ def load_nanogpt(checkout: Path, file: Path) -> torch.nn.Module:
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("checkout", type=Path, help="a clone of nanoGPT")
-    parser.add_argument("--epochs", type=cli.positive_int, default=6, help="of train_lm.py; one more than the rounds")
+    parser.add_argument("--epochs", type=cli.positive_int, default=6, help="of language/train.py; one more than the rounds")
     parser.add_argument("--batch-size", type=cli.positive_int, default=12, help="windows per step")
     parser.add_argument("--length", type=cli.positive_int, default=64, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1680, help="windows in an epoch")
@@ -84,19 +84,19 @@ def main() -> None:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model/config.json").write_text(json.dumps(llama.config(SIZE, text.BYTES)))
     ours = {"epochs": args.epochs, "batch-size": args.batch_size, "length": args.length, "windows": args.windows,
-            "device": args.device, "model": folder / "model", "sample": "", "output-dir": folder / "train_lm.py"}
+            "device": args.device, "model": folder / "model", "sample": "", "output-dir": folder / "language/train.py"}
     iterations = args.epochs * steps
     theirs = LIKE | {
         "dataset": folder / "tokens", "device": args.device, "dtype": "float32", "gradient_accumulation_steps": 1,
         "batch_size": args.batch_size, "block_size": args.length, "max_iters": iterations, "lr_decay_iters": iterations,
         "eval_interval": iterations, "eval_iters": 1}
-    where = measure.machine(devices.select_device(args.device), "train_lm.py", "common", "benchmarks/*.py")
+    where = measure.machine(devices.select_device(args.device), "language/train.py", "common", "benchmarks/*.py")
     tokens = args.batch_size * args.length
     contenders, files = {}, {}
     try:
         words = [word for name, value in ours.items() for word in (f"--{name}", str(value))]
-        command = measure.launch(0, "train_lm.py", *words)
-        contenders["train_lm.py"] = measure.Contender(command, steps * tokens, args.threads)
+        command = measure.launch(0, "language/train.py", *words)
+        contenders["language/train.py"] = measure.Contender(command, steps * tokens, args.threads)
         for name, rates in RATES.items():
             files[name] = folder / name / "ckpt.pt"
             options = [f"--{key}={value}" for key, value in (theirs | rates | {"out_dir": files[name].parent}).items()]
@@ -110,19 +110,19 @@ def main() -> None:
     finally:
         for contender in contenders.values():
             contender.end()
-    models = {"train_lm.py": gpt.GPT(SIZE, text.BYTES)}
-    models["train_lm.py"].load_state_dict(load_file("train_lm.py's", folder / "train_lm.py/last.pt")["model"])
+    models = {"language/train.py": gpt.GPT(SIZE, text.BYTES)}
+    models["language/train.py"].load_state_dict(load_file("language/train.py's", folder / "language/train.py/last.pt")["model"])
     models |= {name: load_nanogpt(args.checkout, file) for name, file in files.items()}
-    losses = {name: loss_of(model if name == "train_lm.py" else lambda x, model=model: model(x, x)[0], sets[1])
+    losses = {name: loss_of(model if name == "language/train.py" else lambda x, model=model: model(x, x)[0], sets[1])
               for name, model in models.items()}
     speeds = {name: contender.speeds for name, contender in contenders.items()}
     found = {"machine": where, "arguments": {
         **{name: str(value) if name == "checkout" else value for name, value in vars(args).items()},
         "dataset": "stdlib", "model": "0.8 million parameters"}, "threads": args.threads or torch.get_num_threads(),
-        "losses": contenders["train_lm.py"].losses, "table": {name: {
+        "losses": contenders["language/train.py"].losses, "table": {name: {
             "parameters": sum(parameter.numel() for parameter in model.parameters()), "val_loss": losses[name],
             "tokens_per_second": spread(speeds[name]), "turns": speeds[name],
-            "relative": ratio(speeds["train_lm.py"], speeds[name])} for name, model in models.items()}}
+            "relative": ratio(speeds["language/train.py"], speeds[name])} for name, model in models.items()}}
     save(path_of("language", where, "stdlib", str(args.batch_size), str(args.length)), found)
     print(language_table(found))
 

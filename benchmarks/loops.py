@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from common import cli, datasets, devices, endings, launch, models, reduce
-from common.detection import data, yolov3
-from common.language import gpt, text
+from detection import data, yolov3
+from language import gpt, text
 
 
 class Pictures(Dataset):

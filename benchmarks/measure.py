@@ -54,8 +54,7 @@ def task_of(args, epochs: int) -> list[str]:
 
 def training_scripts() -> list[str]:
     """Return the names of the scripts that train train.py's models, train.py first."""
-    others = "train_yolov3", "train_lm"
-    return sorted(path.name for path in ROOT.glob("train*.py") if not path.name.startswith(others))
+    return sorted(path.name for path in ROOT.glob("train*.py"))
 
 
 def launch(processes: int, target: str, *arguments: str) -> list[str]:

@@ -29,12 +29,12 @@ from tqdm import tqdm
 from benchmarks import measure
 from benchmarks.tables import ROOT, memory_table, path_of, save
 from common import checkpoint, cli, endings, models
-from common.language import gpt, text
+from language import gpt, text
 from common.reduce import get_world_size
 
 SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
-MESHES = {"train_lm.py": [1], "train_lm_DDP.py": [2, 4], "train_lm_TP.py --tensor-parallel 1": [2, 4],
-          "train_lm_TP.py --tensor-parallel 2": [2, 4]}  # scripts and processes for the language model
+MESHES = {"language/train.py": [1], "language/train_DDP.py": [2, 4], "language/train_TP.py --tensor-parallel 1": [2, 4],
+          "language/train_TP.py --tensor-parallel 2": [2, 4]}  # scripts and processes for the language model
 STEPS = 3
 
 
@@ -99,7 +99,7 @@ def watch(script: str, *arguments: str) -> None:
 
     In a language script, matrix products return zeros, because only their memory counts.
     """
-    if script.startswith("train_lm"):
+    if script.startswith("language/"):
         library = torch.library.Library("aten", "IMPL")
         library.impl("mm", lambda one, other: one.new_zeros(len(one), other.shape[1]), "CPU")
     storages, steps, resume = Storages(), itertools.count(1), checkpoint.resume

@@ -42,12 +42,11 @@ def float64(folder):
 SCRATCH = tempfile.TemporaryDirectory(prefix="recorded-")
 FLOAT64 = float64(SCRATCH.name)  # for a run whose steps no test compares
 
-# The scripts that train train.py's model; the detectors: test_yolov3.py; language: test_lm.py
-SCRIPTS = [path.name for path in markers.scripts()
-           if path.parent == ROOT and re.match("train(?!_yolov3|_lm)", path.name)]
+# The scripts that train train.py's model; those of the wings: test_language.py, test_detection.py
+SCRIPTS = [path.name for path in markers.scripts() if path.parent == ROOT and path.name.startswith("train")]
 # What a script needs to show its idea in a short run; a script that is not listed needs nothing
 OPTIONS = {"train_amp.py": ["--clip-norm", "100"], "train_grad_accum.py": ["--accum-steps", "5"],
-           **dict.fromkeys(["train_elastic.py", "train_DCP.py", "train_lm_DCP.py"], ["--snapshot-every", "5"]),
+           **dict.fromkeys(["train_elastic.py", "train_DCP.py", "language/train_4D.py"], ["--snapshot-every", "5"]),
            "train_combined.py": ["--precision", "fp32", "--accum-steps", "5", "--snapshot-every", "5"]}
 # What the commands of `runs` share. Processes and micro-batches divide a batch of 96 evenly or not: 48, 32, 9.6
 SAME = ["--epochs", "2", "--batch-size", "96", "--seed", "3", "--save-every", "1", "--workers", "0"]
@@ -87,13 +86,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def command(script, processes=2):
     """Return the first command of a script's docstring, up to the script's name, and its OPTIONS."""
-    found = re.search(rf"^    (?:\w+=\S+ )*(.+) {re.escape(script)}\b", (ROOT / script).read_text(), re.M)
+    words = markers.words(ROOT / script)
+    found = re.search(rf"^    (?:\w+=\S+ )*(.+?) {re.escape(' '.join(words))}\b", (ROOT / script).read_text(), re.M)
     start = found[1] if found else ""
     starts = {"python": [PYTHON], "torchrun": [*TORCHRUN, f"--nproc-per-node={processes}"],
               "python -m torch.distributed.launch": [*LAUNCH, f"--nproc_per_node={processes}"]}
     if start.split(" --")[0] not in starts:
         raise ValueError(f"{script}: the first command of its docstring starts with none of {', '.join(starts)}")
-    return [*starts[start.split(" --")[0]], script, *OPTIONS.get(script, [])]
+    return [*starts[start.split(" --")[0]], *words, *OPTIONS.get(script, [])]
 
 
 RUNS = {script: [*command(script), *SAME] for script in SCRIPTS} | {
@@ -228,10 +228,11 @@ def free_port():
 
 
 def copy_out(script, folder):
-    """Copy one script and common/ into an empty folder, as a user does; return the script's path there."""
+    """Copy a script, or the wing that contains it, and common/ into an empty folder; return the script's path there."""
     folder.mkdir(parents=True)
-    shutil.copytree(ROOT / "common", folder / "common", ignore=shutil.ignore_patterns("__pycache__"))
-    return Path(shutil.copy(ROOT / script, folder))
+    for each in ["common", *Path(script).parts[:-1]]:
+        shutil.copytree(ROOT / each, folder / each, ignore=shutil.ignore_patterns("__pycache__"))
+    return Path(shutil.copy(ROOT / script, folder / script))
 
 
 def replace_lines(file, lines):
@@ -361,7 +362,7 @@ def scenes(tmp_path_factory):
     """Return a folder with a dataset of `lines`: 24 images to train, 7 to validate; every third one has no box."""
     from torchvision.transforms.v2.functional import to_pil_image
 
-    from common.detection import data
+    from detection import data
 
     folder = tmp_path_factory.mktemp("scenes")
     for name, dataset, count in zip(("train", "val"), data.create_datasets("scenes", "", 96, 0), (24, 7)):

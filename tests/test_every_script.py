@@ -9,17 +9,17 @@ import re
 import markers
 import pytest
 from conftest import epochs
-from test_lm import STARTS
-from test_lm import trained as language
+from test_detection import trained as detectors
+from test_language import STARTS
+from test_language import trained as language
 from test_loaders import DALI
 from test_loaders import launched as loaders
 from test_minimal import environment
 from test_minimal import launched as minimal
 from test_precision import bf16, few_digits
 from test_training import stopped
-from test_yolov3 import trained as detectors
 
-ALONE = ["train.py", "train_DP.py", "train_lm.py", "train_yolov3.py"]  # they have no group
+ALONE = ["train.py", "train_DP.py", "language/train.py", "detection/train.py"]  # they have no group
 SCRIPTS = [pytest.param(name, marks=DALI if name == "loader_DALI.py" else [], id=name)
            for name in map(markers.name_of, markers.scripts())]
 
@@ -30,10 +30,10 @@ def find_run(script):
         return "minimal", script.removeprefix("minimal/")
     if script.startswith("loader"):
         return "loaders", script.removesuffix(".py")
-    if script.startswith("train_lm"):
+    if script.startswith("language/"):
         start = script, 1 if script in ALONE else 2
         return "language", next(name for name, command in STARTS.items() if command[:2] == start)
-    if script.startswith("train_yolov3"):
+    if script.startswith("detection/"):
         return "detectors", script
     return "stopped" if script in ("train_elastic.py", "train_DCP.py") else "runs", script
 

@@ -269,8 +269,8 @@ def test_out_of_memory_is_one_line(tmp_path, place):
     assert "out of memory" in result.err and "train_grad_accum.py" in result.err
 
 
-@rows("place, options", cases=[(["train_yolov3.py", "--deterministic", "--multi-scale"],),
-                               (["train_yolov3_amp.py", "--precision", "fp16", "--clip-norm", "10"],)])
+@rows("place, options", cases=[(["detection/train.py", "--deterministic", "--multi-scale"],),
+                               (["detection/train_amp.py", "--precision", "fp16", "--clip-norm", "10"],)])
 def test_the_detector_trains(tmp_path, place, options):
     assert len(epochs(train(place, *options, "--epochs", "1", "--output-dir", tmp_path).out)) == 1
 
@@ -290,14 +290,14 @@ def test_several_devices_train_the_baselines_model(near, trained, place, gpus, s
 
 
 @rows("place, gpus, script, options", None, cases=[
-    (2, "train_lm_TP.py", []), (2, "train_lm_CP.py", []), (2, "train_lm_4D.py", []),
-    (4, "train_lm_CP.py", ["--tensor-parallel", "2"]), (4, "train_lm_4D.py", ["--tensor-parallel", "2"]),
-    (8, "train_lm_4D.py", ["--tensor-parallel", "2", "--context-parallel", "2"])])
+    (2, "language/train_TP.py", []), (2, "language/train_CP.py", []), (2, "language/train_4D.py", []),
+    (4, "language/train_CP.py", ["--tensor-parallel", "2"]), (4, "language/train_4D.py", ["--tensor-parallel", "2"]),
+    (8, "language/train_4D.py", ["--tensor-parallel", "2", "--context-parallel", "2"])])
 def test_a_mesh_trains_the_language_model(near, trained, place, gpus, script, options):
     """The test compares the validation loss: AdamW enlarges the rounding of gradients that are almost 0."""
     text = ["--epochs", "1", "--batch-size", "32", "--windows", "256", "--length", "64", "--sample", "", "--seed", "3"]
     found = [load(trained(place, *command, *text, processes=count) / "last.pt")["score"]
-             for count, command in ((0, ["train_lm.py"]), (gpus, [script, *options]))]
+             for count, command in ((0, ["language/train.py"]), (gpus, [script, *options]))]
     near(abs(found[0] - found[1]), 1e-3)
 
 
@@ -377,7 +377,7 @@ def test_sync_batchnorm_sees_the_whole_batch(photos, tmp_path, place):
 @rows("place, options", 2, cases=[(["--multi-scale"],), (["--model", "tiny-bn", "--sync-bn"],)], cpu=False)
 def test_two_processes_train_the_detector_of_one(near, tmp_path, place, options):
     for processes in (1, 2):
-        train(place, "train_yolov3_DDP.py", *options, "--epochs", "1", "--lr", "0.0003", "--output-dir",
+        train(place, "detection/train_DDP.py", *options, "--epochs", "1", "--lr", "0.0003", "--output-dir",
               tmp_path / str(processes), processes=processes)
     near(distance(tmp_path / "1/last.pt", tmp_path / "2/last.pt"), 1e-4)
 

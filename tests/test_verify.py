@@ -247,8 +247,8 @@ def verify_meshes(scripts, folder, cwd=ROOT):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scripts", [("train_lm.py", "train_lm_CP.py"), ("train_lm.py", "train_lm_TP.py"),
-                                     ("train_lm.py", "train_lm_4D.py"), ("train_lm_CP.py", "train_lm_TP.py")])
+@pytest.mark.parametrize("scripts", [("language/train.py", "language/train_CP.py"), ("language/train.py", "language/train_TP.py"),
+                                     ("language/train.py", "language/train_4D.py"), ("language/train_CP.py", "language/train_TP.py")])
 def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
     said = verify_meshes(scripts, tmp_path)
     assert re.search(r"^same: 2 steps, greatest relative difference \S+e-1[3-6]$", said, re.M), said
@@ -256,20 +256,20 @@ def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("file", "right", "wrong", "cause", "fact"), [
-    ("train_lm_CP.py", "            labels = model.part(labels)", "            labels = labels[:, :args.length // 2]",
+    ("language/train_CP.py", "            labels = model.part(labels)", "            labels = labels[:, :args.length // 2]",
      "uneven-mean", "so the loss differs, as with other labels"),
-    ("common/language/gpt.py", "angles = positions[:, None]", "angles = every[:len(positions), None]", "forward",
+    ("language/gpt.py", "angles = positions[:, None]", "angles = every[:len(positions), None]", "forward",
      "the output of model.layers.0.self_attn.o_proj differs"),
-    ("train_lm_CP.py", "        dist.reduce_scatter(part, parts, group=ctx.group)",
+    ("language/train_CP.py", "        dist.reduce_scatter(part, parts, group=ctx.group)",
      "        part = parts[ctx.group.rank()]", "no-backward", "so the backward pass differs"),
-    ("train_lm_4D.py", "            stages.sum_tied(model, group)\n", "", "partial",
+    ("language/train_4D.py", "            stages.sum_tied(model, group)\n", "", "partial",
      "two copies of model.embed_tokens.weight in B"),
-    ("train_lm_CP.py", "normalize(images)), labels)\n", "normalize(images)), labels) / context_group.size()\n", "scale",
+    ("language/train_CP.py", "normalize(images)), labels)\n", "normalize(images)), labels) / context_group.size()\n", "scale",
      "0.5 times")])
 def test_a_wrong_line_of_a_mesh_is_named(tmp_path, file, right, wrong, cause, fact):
-    script = file if file.startswith("train") else "train_lm_CP.py"
+    script = file if file.startswith("train") else "language/train_CP.py"
     copy_out(script, tmp_path / "copy")
-    shutil.copy(ROOT / "train_lm.py", tmp_path / "copy")
+    shutil.copy(ROOT / "language/train.py", tmp_path / "copy")
     replace_lines(tmp_path / "copy" / file, {right: wrong})
-    said = verify_meshes(("train_lm.py", script), tmp_path, tmp_path / "copy")
+    said = verify_meshes(("language/train.py", script), tmp_path, tmp_path / "copy")
     assert f"\ncause: {cause}: " in said and fact in said, said

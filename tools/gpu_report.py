@@ -35,7 +35,7 @@ import pytest
 from benchmarks.language import read_iterations
 from benchmarks.measure import kill, launch, launch_script, read_epochs
 from benchmarks.tables import ROOT, around, save, spread, table
-from common.language import gpt, text
+from language import gpt, text
 from common.launch import cores_per_process, end_with_parent
 
 OUTPUT = ["--output-dir", "runs/gpu-report/run"]
@@ -161,10 +161,10 @@ def measurements(count: int, device: str | None, tokens: Path, nanogpt: Path | N
     task = f"--model {model} --dataset tokens --data-path {shlex.quote(str(tokens))} --length {length} --epochs 4"
     title = f"{model}, {length} tokens per window, batch {count * batch}, {processes}: tokens/s"
     yield from rows(title, task, batch, [
-        *bare, f"train_lm.py{alone}", "train_lm_DDP.py", "train_lm_TP.py --tensor-parallel 1 --bf16",
-        *["train_lm_TP.py --tensor-parallel 1 --bf16 --compile"] * SPLITS_COMPILE,
-        *["train_lm_TP.py --tensor-parallel 2 --bf16", "train_lm_CP.py --bf16", "train_lm_4D.py --bf16",
-          "train_lm_DCP.py --bf16"] * several])
+        *bare, f"language/train.py{alone}", "language/train_DDP.py", "language/train_TP.py --tensor-parallel 1 --bf16",
+        *["language/train_TP.py --tensor-parallel 1 --bf16 --compile"] * SPLITS_COMPILE,
+        *["language/train_TP.py --tensor-parallel 2 --bf16", "language/train_CP.py --bf16", "language/train_4D.py --bf16",
+          "language/train_4D.py --bf16"] * several])
     for compiled in (False, True) if nanogpt else ():
         size, number = gpt.SIZES[model], 1 if on_cpu else count  # its groups need NCCL
         settings = {"dataset": tokens, "out_dir": tokens / "nanogpt", "n_layer": size.layers, "n_head": size.heads,

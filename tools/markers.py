@@ -5,8 +5,10 @@
 1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is the file name after `_`: amp, DDP.
    The reason can begin with tags of other ideas that the block adapts to: `# new # combined: amp + grad_accum: why`.
 2. A block runs to the next blank line, and includes all of any `def` or `class` that begins in it.
-3. The module docstring names the parents (`Parent: train.py` or `Parents: A.py, B.py`) and is exempt.
+3. The module docstring names the parents (`Parent: train.py` or `Parents: train.py, ../train_DDP.py`) and is exempt.
 4. Everything else, including ancestors' blocks and blank lines, is in a parent. An own block replaces any missing line.
+   From a parent in another folder, a script takes the blocks whose tags its other parents lack, word for word. It may
+   leave out whole blocks that its task does not need, if a comment of its own says why, and adapt others as own blocks.
 5. Each of a script's own blocks changes something and repeats no line that it replaces. No code is commented out.
 6. A marker heads code. Only where a script just removes lines, its own block is one comment that says so, which its
    children keep. A comment `# yours: ...` also heads something.
@@ -30,18 +32,19 @@ class BrokenRule(Exception):
 
 @dataclasses.dataclass
 class Block:
-    """The 1-based lines `first` to `last`, marker included, and the parent's lines that they replace."""
+    """The 1-based lines `first` to `last`, marker included, and the parent's lines and code that they replace."""
     first: int
     last: int
     tag: str
     reason: str
     removed: list[int] = dataclasses.field(default_factory=list)
+    replaced: list[str] = dataclasses.field(default_factory=list)
     changed: int = 0
 
 
 def scripts(root: Path = ROOT) -> list[Path]:
     """Return the paths of all scripts."""
-    return sorted(path for name in ("train*.py", "loader*.py", "minimal/train*.py") for path in root.glob(name))
+    return sorted(path for name in ("train*.py", "loader*.py", "*/train*.py") for path in root.glob(name))
 
 
 def name_of(path: Path) -> str:
@@ -49,12 +52,19 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def words(path: Path) -> list[str]:
+    """Return the words of a command that name a script: its path or, in a wing, its module: `-m language.train`."""
+    if (path.parent / "__init__.py").exists():
+        return ["-m", f"{path.parent.name}.{path.stem}"]
+    return [name_of(path)]
+
+
 def parents_of(path: Path) -> list[Path]:
     """Return the paths of a script's parents."""
     found = re.findall(r"^Parents?: (.+)$", ast.get_docstring(ast.parse(path.read_text())) or "", re.M)
     if len(found) != 1:
         raise BrokenRule(f"{path}: the docstring names no parent: write 'Parent: SCRIPT.py' or 'Parent: none'")
-    return [] if found[0] == "none" else [path.with_name(name) for name in found[0].split(", ")]
+    return [] if found[0] == "none" else [(path.parent / name).resolve() for name in found[0].split(", ")]
 
 
 def find_blocks(path: Path) -> list[Block]:
@@ -73,6 +83,11 @@ def find_blocks(path: Path) -> list[Block]:
     return blocks
 
 
+def text_of(path: Path, block: Block) -> list[str]:
+    """Return a block's lines, marker included."""
+    return path.read_text().splitlines()[block.first - 1:block.last]
+
+
 def headless(path: Path) -> dict[str, int]:
     """Return the markers over no code, with their line numbers."""
     lines = path.read_text().splitlines()
@@ -87,32 +102,63 @@ def numbered(path: Path, without: list[Block]) -> list[tuple[int, str]]:
             and not any(block.first <= number <= block.last for block in without)]
 
 
+def _superseded(path: Path, block: Block, lines: list[str]) -> bool:
+    """Return whether a script with these lines replaces what a block of script `path` replaces in its parent."""
+    text = text_of(path, block)
+    while block.tag != path.stem.partition("_")[2]:
+        path = next(parent for parent in parents_of(path) for own in find_blocks(parent) if own.tag == block.tag)
+    found = next(own for own in compare(path) if text_of(path, own) == text)
+    return bool(found.replaced) and not {*found.replaced} & {*lines}
+
+
 def compare(path: Path) -> list[Block]:
     """Return a script's own blocks, with `removed` and `changed` set; raise BrokenRule if it breaks a rule."""
-    own = [block for block in find_blocks(path) if block.tag == path.stem.partition("_")[2]]
-    lines, outside, known = path.read_text().splitlines(), numbered(path, own), set[int]()
+    inherited = [text_of(parent, block) for parent in parents_of(path) for block in find_blocks(parent)]
+    own = [block for block in find_blocks(path)
+           if block.tag == path.stem.partition("_")[2] and text_of(path, block) not in inherited]
+    lines, outside, known, left_out = path.read_text().splitlines(), numbered(path, own), set[int](), list[str]()
     code = {block.first: [line for line in lines[block.first:block.last] if CODE.match(line)] for block in own}
     for parent in parents_of(path):
-        old = numbered(parent, [])
+        foreign, old = parent.parent != path.parent, numbered(parent, [])
+        taken = find_blocks(parent)
+        if foreign:  # its other lines are those of its own ancestors: the parents in this folder have adapted them
+            near = {block.tag for other in parents_of(path) if other.parent == path.parent
+                    for block in find_blocks(other)}
+            taken = [block for block in taken if block.tag not in near]
+            ours = {number for block in taken for number in range(block.first, block.last + 1)}
+            old = [(number, line) for number, line in old if number in ours or line in lines]
         matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in outside], False)
         pairs = [(match.a + i, match.b + i) for match in matcher.get_matching_blocks() for i in range(match.size)]
         known |= {outside[b][0] for _, b in pairs}
         for (a, b), (next_a, next_b) in zip([(-1, -1), *pairs], [*pairs, (len(old), len(outside))], strict=True):
             first, last = (outside[i][0] if 0 <= i < len(outside) else i * len(lines) for i in (b, next_b))
             here, gone = [block for block in own if first < block.first < last], old[a + 1:next_a]
-            moved = not here and a >= 0 and next_a < len(old) and last - first != old[next_a][0] - old[a][0]
+            if foreign and not here:
+                numbers = {number for number, _ in gone}
+                whole = [block for block in taken if {*range(block.first, block.last + 1)} <= numbers]
+                left_out += [block.reason or block.tag for block in whole if not _superseded(parent, block, lines)]
+                gone = [(number, line) for number, line in gone
+                        if any(block.first <= number <= block.last for block in taken if block not in whole)]
+            moved = (not foreign and not here and a >= 0 and next_a < len(old)
+                     and last - first != old[next_a][0] - old[a][0])
             room = sum(len(code[block.first]) or len(gone) for block in here)  # comments replace any number of lines
             lost = [line for _, line in gone if CODE.match(line)]
             if b + 1 == next_b and (moved or len(lost) > room or gone and not here):
                 raise BrokenRule(f"{path}:{first}: no block replaces what follows this line in {parent.name}")
             for block in here:
                 size = len(gone) if block is here[-1] else block.last - block.first
-                block.removed, gone, body = [at for at, _ in gone[:size]], gone[size:], code[block.first]
-                replaced = [line for at, line in old if at in block.removed and CODE.match(line)]
+                replaced = [line for _, line in gone[:size] if CODE.match(line)]
+                block.removed, gone, body = [at for at, _ in gone[:size]] or block.removed, gone[size:], code[block.first]
+                block.replaced += replaced
                 block.changed = max(block.changed, len(body), len(replaced))
-                if not body and not block.removed or {*body} & {*replaced}:
+                if {*body} & {*replaced}:
                     raise BrokenRule(f"{path}:{block.first}: not all of this block is new")
+    for block in own:
+        if not code[block.first] and not block.removed:
+            raise BrokenRule(f"{path}:{block.first}: not all of this block is new")
     kept = {marker for parent in parents_of(path) for marker in headless(parent)}
+    if left_out and not any(number in [block.first for block in own] for number in headless(path).values()):
+        raise BrokenRule(f"{path}: no comment of its own says why it leaves out: {'; '.join(left_out)}")
     for marker, number in headless(path).items():
         if marker not in kept and number not in [block.first for block in own]:
             raise BrokenRule(f"{path}:{number}: this marker heads nothing: {marker.strip()}")

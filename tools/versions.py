@@ -43,8 +43,8 @@ LIMIT = 300  # seconds for one run
 SMALL = {"minimal/": ["--device", "cpu", "--output", "best.pt", "--epochs", "2"],
          "check": ["--cpu"],
          "loader": ["--device", "cpu", "--workers", "0", "--epochs", "2"],
-         "train_lm": ["--batch-size", "24", "--windows", "104", "--length", "32", "--sample", ""],
-         "train_yolov3": ["--batch-size", "128", "--image-size", "32"],
+         "language/": ["--batch-size", "24", "--windows", "104", "--length", "32", "--sample", ""],
+         "detection/": ["--batch-size", "128", "--image-size", "32"],
          "train_amp": ["--batch-size", "480"],  # bf16 is slow on many CPUs
          "train": ["--batch-size", "96", "--lr", "0.003"]}  # higher rates would amplify the rounding of compiled code
 TRAIN = ["--device", "cpu", "--workers", "0", "--epochs", "2", "--save-every", "1", "--output-dir"]

@@ -311,8 +311,8 @@ class Calls(TorchDispatchMode):
 
 def ways_of(rank, count):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    import train_lm_4D as script
-    from common.language import context, gpt, stages
+    from language import context, gpt, stages
+    from language import train_4D as script
 
     mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
     group, order = mesh.get_group(), context.order(128, count, torch.device("cpu"))

@@ -26,11 +26,11 @@ from live import Live
 from common import folders
 
 EPOCHS = 6
-DCP = {"train_DCP.py", "train_lm_DCP.py"}
+DCP = {"train_DCP.py", "language/train_4D.py"}
 STEPS, EVERY = 14, 5  # in an epoch of these, and between their snapshots
 ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
 SPECIAL = {"train_amp.py": ["--batch-size", 480],  # bf16 is slow on most CPUs
-           "train_lm_DCP.py": ["--windows", 1344, "--length", 16, "--sample", ""]}
+           "language/train_4D.py": ["--windows", 1344, "--length", 16, "--sample", ""]}
 
 
 def position(folder: Path) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def contents(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize(("script", "kills"), [
     ("train_elastic.py", 1),
-    *(pytest.param(name, 5, marks=pytest.mark.nightly) for name in [*SCRIPTS, "train_lm_DCP.py"])])
+    *(pytest.param(name, 5, marks=pytest.mark.nightly) for name in [*SCRIPTS, "language/train_4D.py"])])
 def test_nothing_is_lost_to_kills(tmp_path, script, kills):
     """At moments that differ from day to day."""
     start = [*command(script), *ARGUMENTS, *SPECIAL.get(script, [])]

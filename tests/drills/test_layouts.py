@@ -86,7 +86,7 @@ def test_a_pipeline_in_bf16_learns_as_in_float32(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("script", ["train_FSDP.py --model vit", "train_lm_TP.py --windows 128 --sample="])
+@pytest.mark.parametrize("script", ["train_FSDP.py --model vit", "language/train_TP.py --windows 128 --sample="])
 def test_gradients_in_bf16_are_summed_in_float32(tmp_path, script):
     """Up to torch 2.14, those of norms under TP are not (github.com/pytorch/pytorch/issues/190626)."""
     result = good(run(*TORCHRUN, "--nproc-per-node=2", PROGRAMS / "around.py", "sums", tmp_path, *script.split(),

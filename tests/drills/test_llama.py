@@ -7,7 +7,7 @@ from conftest import PYTHON, good, run
 
 from common import checkpoint
 from common.errors import UsageError
-from common.language import gpt, llama
+from language import gpt, llama
 
 SIZE = gpt.Size(32, 2, 4, 2, 48, base=5000.0, vocabulary=61, end=7)
 
@@ -49,7 +49,7 @@ def test_transformers_loads_an_exported_checkpoint(transformers, tied, tmp_path)
         parameter.data *= 9  # so that each number of the configuration changes the logits
     (tmp_path / "config.json").write_text(json.dumps(llama.config(size, 61) | {"eos_token_id": 7}))
     checkpoint.save_checkpoint(tmp_path / "last.pt", {"model": model.state_dict()})
-    good(run(PYTHON, "-m", "common.language.llama", tmp_path / "last.pt", tmp_path / "out", "--model", tmp_path))
+    good(run(PYTHON, "-m", "language.llama", tmp_path / "last.pt", tmp_path / "out", "--model", tmp_path))
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     require_equal(model, other)
     assert other.config.eos_token_id == 7 and other.dtype == torch.float32

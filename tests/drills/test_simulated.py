@@ -79,7 +79,7 @@ def test_variants_train_the_same_model(whole, tmp_path, script, options):
 def test_the_detector_trains_the_same_model(scenes, tmp_path):
     options = ["--dataset", "lines", "--data-path", scenes, "--epochs", "2", "--batch-size", "12", "--lr", "0.0003",
                "--workers", "0", "--output-dir"]  # not --multi-scale: torchvision rounds pixels as the device does
-    *launch, script = command("train_yolov3_DDP.py")
+    *launch, script = command("detection/train_DDP.py")
     for program, name in ([], "cpu"), ([PROGRAMS / "simulated.py"], "npy"):
         good(run(*launch, *program, script, *options, tmp_path / name, env=FLOAT64))
     assert distance(tmp_path / "cpu/last.pt", tmp_path / "npy/last.pt") < 1e-11

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from common.language import context, gpt
+from language import context, gpt
 
 
 @pytest.mark.parametrize("end", [None, 0])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from conftest import ROOT
 
 from common import datasets, devices, reduce, spawn
-from common.detection import mean_ap
+from detection import mean_ap
 from common.errors import UsageError
 
 GROUPS = {"cpu", "cuda", "xpu"}  # torch.distributed has no backend that takes MPS tensors

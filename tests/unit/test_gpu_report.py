@@ -59,7 +59,7 @@ def test_the_plan_has_every_script_of_the_classifiers_and_one_gpu_needs_one_proc
     assert set(SCRIPTS) <= {each.what.split()[0] for each in planned}
     assert len({each.name for each in planned}) == len(planned)
     assert {each.what.split()[0] for each in planned if "one device" in each.what} == {
-        "bare", "train.py", "train_lm.py"}
+        "bare", "train.py", "language/train.py"}
     for each in planned:
         batch, processes = 512 if each.table.endswith("images/s") else 32, 1 if "one device" in each.what else 2
         assert each.command[each.command.index("--batch-size") + 1] == str(batch * processes)

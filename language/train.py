@@ -1,35 +1,31 @@
-"""Train a language model on one device: the loop of train.py on windows of text.
+"""Train a language model on one device: the baseline, with the order and the names of ../train.py.
 
-    python train_lm.py
-    python train_lm.py --epochs 30 --sample "class Stack:"
-    python train_lm.py --dataset text --data-path FILE.txt --length 256
-    python train_lm.py --dataset tokens --data-path FOLDER --model gpt_124m --length 1024 --lr 6e-4
+    python -m language.train
+    python -m language.train --epochs 30 --sample "class Stack:"
+    python -m language.train --dataset text --data-path FILE.txt --length 256
+    python -m language.train --dataset tokens --data-path FOLDER --model gpt_124m --length 1024 --lr 6e-4
 
-Parent: train.py
+Parent: none
 """
 import atexit
 import time
 
 from common import checkpoint, cli, datasets, devices, endings, errors, models
 
-# new # lm
-from common.language import gpt, llama, text
 from common.recipe import WarmUp
+from . import gpt, llama, text
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # lm: a sample is a window of text; its labels are the next tokens
-criterion = gpt.loss
-METRICS = {"accuracy": gpt.hits, "bits": gpt.bits}  # bits per token
+criterion = gpt.loss  # yours: the loss, a mean over the tokens of all samples
+METRICS = {"accuracy": gpt.hits, "bits": gpt.bits}  # yours: the metrics, one value per sample
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-
-    # new # lm
     parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
     parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
@@ -37,22 +33,15 @@ def parse_args():
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
     parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
-
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-
-    # new # lm
     parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
     parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
-
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-
-    # new # lm
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
-
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
@@ -66,16 +55,16 @@ def parse_args():
 
 
 @torch.no_grad()
-def evaluate(model, loader, normalize, device):
+def evaluate(model, loader, device):
     """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(inputs)
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
@@ -97,65 +86,48 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # new # lm
+    # yours: the data; a sample is a window of tokens, and its targets are the next tokens
     train_set, val_set = text.create_datasets(
         args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
-
     datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
     val_loader = DataLoader(val_set, local_batch_size, **options[1])
-    normalize = datasets.Normalize(train_set).to(device)
 
-    # new # lm
+    # yours: the model
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
     model = gpt.GPT(args.model, train_set.vocabulary, end)
 
     if args.weights:
-
-        # new # lm: also accepts weights that Hugging Face's transformers wrote
-        llama.load_weights(model, args.weights)
-
+        llama.load_weights(model, args.weights)  # also those that Hugging Face's transformers wrote
     if args.freeze_layers:
         models.freeze_layers(model)
-    models.to_device(model, device)  # convolutions in channels-last, the fastest layout
+    model.to(device)
 
-    # new # lm
+    # yours: the optimizer; this learning rate does not depend on the batch size
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
-
-    # new # lm
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
-
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
-
-        # new # lm
+        val_loss, metrics = evaluate(model, val_loader, device)
         sample = gpt.write(model, args.sample, 200, args.length, args.seed)
-
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
-
-        # new # lm
         if sample:
             print(sample)
-
         return
 
     layout = f"1 process x 1 micro-batch x {local_batch_size}"
 
-    # new # lm
     data = f"{args.dataset}: {text.digest(train_set)}"
     headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
-
     writer = open_log(args, start_epoch, headline)
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
@@ -169,9 +141,9 @@ def main(args):
         start = time.perf_counter()
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None)
         for step, batch in enumerate(bar, 1):
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
-            loss = criterion(model(normalize(images)), labels)
+            loss = criterion(model(inputs), targets)
             loss.backward()
             optimizer.step()
             # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()
@@ -185,14 +157,11 @@ def main(args):
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
         seconds = time.perf_counter() - start
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-
-        # new # lm
-        score = -val_loss
+        score = -val_loss  # yours: the score; best.pt is the epoch with the highest score
         sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
-
-        lr = optimizer.param_groups[0]["lr"]
+        lr = optimizer.param_groups[0]["lr"] * warmup.factor
         scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
@@ -203,24 +172,15 @@ def main(args):
             names.append(f"epoch-{epoch:03}.pt")
         checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
-        # new # lm
         speed = len(train_loader) * args.batch_size * args.length / seconds
-
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
-
-        # new # lm
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "tokens_per_second": speed}
-
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
-
-              # new # lm
               f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
               f"{devices.peak_memory(device)}")
-
-        # new # lm: after the last epoch, the model writes a sample
         if sample:
             print(sample)
 

@@ -1,18 +1,15 @@
-"""Train YOLOv3 with one process per device on one or more hosts: DistributedDataParallel.
+"""Train a language model with one process per device on one or more hosts: DistributedDataParallel.
 
-    torchrun --nproc-per-node=2 train_yolov3_DDP.py
-    torchrun --nproc-per-node=gpu train_yolov3_DDP.py --dataset coco --data-path coco --image-size 416 \
-        --model yolov3 --weights darknet53.conv.74 --batch-size 64 --multi-scale --sync-bn
-    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_yolov3_DDP.py
-    python train_yolov3_DDP.py
+    torchrun --nproc-per-node=2 -m language.train_DDP
+    torchrun --nproc-per-node=gpu -m language.train_DDP --dataset tokens --data-path FOLDER --model gpt_124m \
+        --length 1024 --batch-size 480 --lr 6e-4
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_DDP
+    python -m language.train_DDP
 
-Parents: train_yolov3.py, train_DDP.py
+Parents: train.py, ../train_DDP.py
 """
 import atexit
 import time
-
-# new # yolov3
-from common.detection import data, mean_ap, yolov3
 
 # new # DDP
 import os
@@ -20,6 +17,9 @@ from datetime import timedelta
 
 # new # DDP
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+
+from common.recipe import WarmUp
+from . import gpt, llama, text
 
 import torch
 
@@ -31,40 +31,28 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # yolov3: the loss is a sum over boxes, because batches differ in their number of boxes
-criterion = yolov3.loss
-
-# new # yolov3: no METRICS: average precision is not a mean over the samples
+criterion = gpt.loss  # yours: the loss, a mean over the tokens of all samples
+METRICS = {"accuracy": gpt.hits, "bits": gpt.bits}  # yours: the metrics, one value per sample
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-
-    # new # yolov3
-    parser.add_argument("--dataset", choices=data.DATASETS, default="scenes", help="the dataset")
-    parser.add_argument("--image-size", type=cli.positive_int, default=96, help="pixels, a multiple of 32")
-    parser.add_argument("--multi-scale", action="store_true", help="a new image size every 10 steps")
-    parser.add_argument("--preview", action="store_true", help="only save training images: preview.png")
-
-    parser.add_argument("--data-path", default="data", help="data folder; downloads go there too")
-
-    # new # yolov3
-    parser.add_argument("--model", choices=yolov3.MODELS, default="tiny", help="the network")
-
+    parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
+    parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
+    parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
+    parser.add_argument("--windows", type=cli.positive_int, default=1792, help="windows in an epoch")
+    parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
+    parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
+    parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
-
-    # new # yolov3
-    parser.add_argument("--epochs", type=cli.positive_int, default=20, help="passes over the training set")
-    parser.add_argument("--batch-size", type=cli.positive_int, default=16, help="samples over ALL processes")
-    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw: try --lr 0.005")
-    parser.add_argument("--schedule", choices=["cosine", "step"], default="cosine", help="decay of the rate")
-    parser.add_argument("--warmup-epochs", type=cli.count, default=1, help="epochs until the full rate")
-
-    parser.add_argument("--lr", type=cli.positive, default=0.05, help="for batch size 128; scales linearly")
+    parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
+    parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
+    parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
-    parser.add_argument("--weight-decay", type=cli.not_negative, default=1e-4, help="skips biases and norms")
+    parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
+    parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
@@ -76,7 +64,6 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
     parser.add_argument("--find-unused-parameters", action="store_true", help="for models that skip layers")
@@ -86,35 +73,24 @@ def parse_args():
 
 
 @torch.no_grad()
-def evaluate(model, loader, normalize, device):
-
-    # new # yolov3
-    """Return the mean loss per box and the mean average precisions, over all images."""
-
+def evaluate(model, loader, device):
+    """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
-
-    # new # yolov3: mAP is not a mean over images: it ranks the detections of all images together
-    sums, rows = torch.zeros(1 + model.num_classes, device=device), [torch.zeros(0, 3, device=device)]
-
+    sums = torch.zeros(2 + len(METRICS), device=device)
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
-
-        # new # yolov3
-        sums[0] += criterion(outputs, labels)
-        sums[1:] += data.count_boxes(labels, model.num_classes)
-        rows.append(mean_ap.match(yolov3.detect(outputs), labels))
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(inputs)
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
 
-    # new # yolov3_DDP: gather the detections of all processes
-    rows = [mean_ap.gather_rows(torch.cat(rows))]
-
-    # new # yolov3
-    loss, *boxes = sums.tolist()
-    loss /= max(sum(boxes), 1)
-    return loss, mean_ap.average_precision(torch.cat(rows), boxes)
+    loss, *totals, count = sums.tolist()
+    metrics = {name: total / count for name, total in zip(METRICS, totals)}
+    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
+    return loss / count, metrics
 
 
 def open_log(args, start_epoch, headline):
@@ -131,13 +107,9 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
-    # new # yolov3
-    train_set, val_set = data.create_datasets(args.dataset, args.data_path, args.image_size, args.seed)
-    if args.preview:
-        return data.save_preview(folder / "preview.png", train_set)
-    torch.backends.cudnn.benchmark &= not args.multi_scale  # cuDNN would search again for each size
-
+    # yours: the data; a sample is a window of tokens, and its targets are the next tokens
+    train_set, val_set = text.create_datasets(
+        args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
     datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # DDP: each process reads its share of each batch, in train.py's order
@@ -152,23 +124,15 @@ def main(args):
     val_share = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
-    normalize = datasets.Normalize(train_set).to(device)
-
     # yours: the model
-    # new # yolov3
-    model = yolov3.create_model(args.model, train_set.num_classes, data.anchors(train_set))
-
-    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
-    model = models.sync_batchnorm(model, device) if args.sync_bn else model
+    end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
+    model = gpt.GPT(args.model, train_set.vocabulary, end)
 
     if args.weights:
-
-        # new # yolov3
-        yolov3.load_weights(model, args.weights)
-
+        llama.load_weights(model, args.weights)  # also those that Hugging Face's transformers wrote
     if args.freeze_layers:
         models.freeze_layers(model)
-    models.to_device(model, device)  # convolutions in channels-last, the fastest layout
+    model.to(device)
 
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
@@ -176,35 +140,34 @@ def main(args):
         model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
-    # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
-    # new # yolov3: AdamW's learning rate grows with the square root of the batch size
-    adamw = args.optimizer == "adamw"
-    lr = args.lr * (args.batch_size / 128) ** (0.5 if adamw else 1)
+    # yours: the optimizer; this learning rate does not depend on the batch size
     groups = models.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr) if adamw else torch.optim.SGD(
-        groups, lr, args.momentum, nesterov=args.momentum > 0)
-    factor = yolov3.schedule(args.schedule, args.epochs, args.lrf, args.warmup_epochs)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
+    warmup = WarmUp(optimizer, args.warmup_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
 
     if args.evaluate:
         if not args.weights and start_epoch == 1:
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, device)
+        sample = gpt.write(model, args.sample, 200, args.length, args.seed)
 
         # new # DDP
         if not reduce.is_main_process():
             return
 
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
+        if sample:
+            print(sample)
         return
 
     # new # DDP
     layout = f"{world_size} process(es) x 1 micro-batch x {local_batch_size}"
 
-    headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
+    data = f"{args.dataset}: {text.digest(train_set)}"
+    headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
 
     # new # DDP: only one process writes the log
     writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
@@ -225,19 +188,11 @@ def main(args):
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
-
-            # new # yolov3
-            if args.multi_scale:
-                images, labels = data.rescale(images, labels, args.seed, epoch, step)
-
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
-            # new # yolov3_DDP: count the boxes of all processes
-            count = reduce.reduce_sum((labels[:, 1] >= 0).sum())
-
-            # new # yolov3_DDP: multiply by world_size, because DDP divides the gradients by it
-            loss = criterion(parallel_model(normalize(images)), labels) * world_size / count.clamp(min=1)
+            # new # DDP: call the wrapper: its forward prepares the gradient reduction
+            loss = criterion(parallel_model(inputs), targets)
 
             loss.backward()
             optimizer.step()
@@ -256,17 +211,13 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        # new # DDP: no BatchNorm, so there are no statistics to share or to broadcast
 
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-
-        # new # yolov3
-        score = metrics["mAP50"]
-
-        lr = optimizer.param_groups[0]["lr"]
+        score = -val_loss  # yours: the score; best.pt is the epoch with the highest score
+        sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
+        lr = optimizer.param_groups[0]["lr"] * warmup.factor
         scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
         content = checkpoint.collect(state, epoch=epoch, score=score, best_score=best_score)
@@ -281,19 +232,17 @@ def main(args):
             names.append(f"epoch-{epoch:03}.pt")
         checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
-        speed = len(train_loader) * args.batch_size / seconds
+        speed = len(train_loader) * args.batch_size * args.length / seconds
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
-        scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
+        scalars = shown | {"learning_rate": lr, "seconds": seconds, "tokens_per_second": speed}
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
-              f"{speed:,.0f} images/s{devices.peak_memory(device)}")
-
-        # new # yolov3: draw the true and the predicted boxes of validation images
-        if epoch == args.epochs:
-            data.save_detections(folder / "detections.png", val_set, lambda images: yolov3.detect(
-                model(normalize(images.to(device)))))
+              f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
+              f"{devices.peak_memory(device)}")
+        if sample:
+            print(sample)
 
 
 # new # DDP: connect the processes of one launch

@@ -1,11 +1,11 @@
 """Split a language model over the processes of a group, and shard the parts over groups: TP and FSDP2.
 
-    torchrun --nproc-per-node=2 train_lm_TP.py
-    torchrun --nproc-per-node=8 train_lm_TP.py --model gpt_1b --length 1024 --tensor-parallel 4 --bf16
-    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_lm_TP.py
-    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_lm_TP.py
+    torchrun --nproc-per-node=2 -m language.train_TP
+    torchrun --nproc-per-node=8 -m language.train_TP --model gpt_1b --length 1024 --tensor-parallel 4 --bf16
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 -m language.train_TP
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_TP
 
-Parents: train_lm.py, train_TP.py
+Parents: train_FSDP.py, ../train_TP.py
 """
 import atexit
 import time
@@ -23,9 +23,8 @@ from common import initial, layers, recipe, shards
 # new # TP
 from common import tensor_parallel
 
-# new # lm
-from common.language import gpt, llama, text
 from common.recipe import WarmUp
+from . import gpt, llama, text
 
 import torch
 
@@ -38,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 # new # TP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-# new # lm_TP
+# new # TP
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 from torch.utils.data import DataLoader, DistributedSampler
@@ -46,11 +45,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # lm_TP: lm: each process has the logits of a part of the vocabulary; see loss_parallel() below
+# new # TP: each process has the logits of a part of the vocabulary; see loss_parallel() below
 criterion = tensor_parallel.whole(gpt.loss)
 METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
 
-# new # lm_TP: TP: yours: the layers to split; between them, each process has a part of every sequence
+# new # TP: yours: the layers to split; between them, each process has a part of every sequence
 COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
@@ -66,8 +65,6 @@ PLAN["lm_head"] = ColwiseParallel()
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-
-    # new # lm
     parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
     parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
@@ -75,22 +72,15 @@ def parse_args():
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
     parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
-
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-
-    # new # lm
     parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
     parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
-
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-
-    # new # lm
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
-
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
@@ -102,7 +92,6 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
@@ -121,7 +110,7 @@ def parse_args():
 
 
 @torch.no_grad()
-def evaluate(model, loader, normalize, device):
+def evaluate(model, loader, device):
     """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
@@ -130,17 +119,17 @@ def evaluate(model, loader, normalize, device):
     left = loader.sampler.own
 
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(inputs)
 
         # new # FSDP
         if left <= 0:
             continue
-        outputs, labels, left = outputs[:left], labels[:left], left - len(labels)
+        outputs, targets, left = outputs[:left], targets[:left], left - len(targets)
 
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -165,17 +154,16 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # new # lm
+    # yours: the data; a sample is a window of tokens, and its targets are the next tokens
     train_set, val_set = text.create_datasets(
         args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
-
     datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # TP: the processes of a tensor group read the same samples
     grid = dist.init_device_mesh(device.type, **tensor_parallel.grid(args.tensor_parallel, device))
     rank, world_size = grid["data"].get_local_rank(), grid["data"].size()
 
-    # new # lm_TP
+    # new # TP: sequence parallelism divides each sequence evenly
     tensor_parallel.require_multiple("--length", args.length, grid["tensor"].size())
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
@@ -191,30 +179,22 @@ def main(args):
 
     val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
-    normalize = datasets.Normalize(train_set).to(device)
-
-    # new # lm
+    # yours: the model
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: create tensors without data
+    # new # FSDP: create tensors without data; later, each process draws all weights and keeps its shards
     model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
-    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
-    model = models.sync_batchnorm(model, device) if args.sync_bn else model
-
     if args.weights:
-
-        # new # lm: also accepts weights that Hugging Face's transformers wrote
-        llama.load_weights(model, args.weights)
-
+        llama.load_weights(model, args.weights)  # also those that Hugging Face's transformers wrote
     if args.freeze_layers:
         models.freeze_layers(model)
 
     # new # TP: split the layers first; FSDP2 then shards each part over the groups
     mesh = grid["data"]
 
-    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
-    root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    half, single = (torch.bfloat16, torch.float32) if args.bf16 else (None, None)
+    policy, root_policy = MixedPrecisionPolicy(half, single), MixedPrecisionPolicy(half, single, single)
     blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
 
     # new # TP
@@ -223,20 +203,19 @@ def main(args):
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=root_policy))
-    shards.fill(model, weights, device).register_forward_pre_hook(shards.channels_last)
+
+    # new # FSDP: now draw the weights and keep this process's shards
+    shards.fill(model, weights, device)
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
         recipe.compile_blocks(model)
 
-    # new # lm
+    # yours: the optimizer; this learning rate does not depend on the batch size
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
-
-    # new # lm
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
     # new # FSDP: the file contains whole tensors; each process takes its shards of them
@@ -245,9 +224,7 @@ def main(args):
     if args.evaluate:
         if not args.weights and start_epoch == 1:
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
-
-        # new # lm
+        val_loss, metrics = evaluate(model, val_loader, device)
         sample = gpt.write(model, args.sample, 200, args.length, args.seed)
 
         # new # DDP
@@ -255,18 +232,14 @@ def main(args):
             return
 
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
-
-        # new # lm
         if sample:
             print(sample)
-
         return
 
     # new # TP
     groups = f"{world_size} group(s) of {grid['tensor'].size()} process(es)"
     layout = f"{groups} x 1 micro-batch x {local_batch_size}"
 
-    # new # lm
     data = f"{args.dataset}: {text.digest(train_set)}"
     headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
 
@@ -292,11 +265,11 @@ def main(args):
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # new # DDP: call the wrapper: its forward prepares the gradient reduction
-            loss = criterion(parallel_model(normalize(images)), labels)
+            loss = criterion(parallel_model(inputs), targets)
 
             loss.backward()
 
@@ -319,21 +292,16 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        # new # DDP: no BatchNorm, so there are no statistics to share or to broadcast
 
         # new # TP: each process of a group has a copy of the unsplit layers: keep these copies equal
         tensor_parallel.equalize(model, optimizer, grid["tensor"])
 
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-
-        # new # lm
-        score = -val_loss
+        score = -val_loss  # yours: the score; best.pt is the epoch with the highest score
         sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
-
-        lr = optimizer.param_groups[0]["lr"]
+        lr = optimizer.param_groups[0]["lr"] * warmup.factor
         scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
 
@@ -350,24 +318,15 @@ def main(args):
             names.append(f"epoch-{epoch:03}.pt")
         checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
-        # new # lm
         speed = len(train_loader) * args.batch_size * args.length / seconds
-
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
-
-        # new # lm
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "tokens_per_second": speed}
-
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
-
-              # new # lm
               f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
               f"{devices.peak_memory(device)}")
-
-        # new # lm: after the last epoch, the model writes a sample
         if sample:
             print(sample)
 
@@ -393,7 +352,7 @@ if __name__ == "__main__":
         # new # DDP
         join_group(args)
 
-        # new # lm_TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
+        # new # TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
         with parallel.loss_parallel():
             main(args)
 

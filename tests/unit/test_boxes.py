@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.ops import box_iou
 
 from common import datasets
-from common.detection import data, mean_ap
+from detection import data, mean_ap
 from common.errors import ProcessError, UsageError
 
 SCENES, VAL_SCENES = data.create_datasets("scenes", "", 96, 0)

@@ -10,32 +10,32 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import folders
 from common.errors import ProcessError, UsageError
-from common.language import experts, gpt, text
+from language import experts, gpt, text
 
 # 13 windows for validation: no number of processes divides them
 OPTIONS = ["--epochs", "2", "--batch-size", "24", "--windows", "104", "--length", "32", "--seed", "3", "--save-every",
            "1", "--warmup-steps", "3", "--document-mask", "--sample", ""]
 CLIP, EXPERTS, SAMPLE = ["--clip-norm", "0.5"], ["--model", "moe_tiny"], ["--sample", "def "]
 STARTS = {
-    "one": ("train_lm.py", 1, *SAMPLE), "one, clipped": ("train_lm_TP.py", 1, *CLIP),
-    "two": ("train_lm_DDP.py", 2), "three": ("train_lm_DDP.py", 3),
-    "tensor 2": ("train_lm_TP.py", 2), "data 3": ("train_lm_TP.py", 3),
-    "data 2, tensor 2": ("train_lm_TP.py", 4, *CLIP),
-    "context 2": ("train_lm_CP.py", 2), "context 4": ("train_lm_CP.py", 4, "--context-parallel", "4"),
-    "data 2, context 2": ("train_lm_CP.py", 4),
-    "context 2, tensor 2": ("train_lm_CP.py", 4, "--tensor-parallel", "2", *SAMPLE),
-    "pipeline 2": ("train_lm_4D.py", 2), "pipeline 2, clipped": ("train_lm_4D.py", 2, *CLIP),
-    "interleaved": ("train_lm_4D.py", 2, "--chunks", "2"),
-    "pipeline 2, data 2": ("train_lm_4D.py", 4, "--context-parallel", "1", *CLIP),
-    "pipeline 2, context 2": ("train_lm_4D.py", 4, "--micro-batches", "2"),
-    "pipeline 2, tensor 2": ("train_lm_4D.py", 4, "--tensor-parallel", "2"),
-    "pipeline 4, tensor 2": ("train_lm_4D.py", 8, "--pipeline-parallel", "4", "--tensor-parallel", "2"),
-    "three of four": ("train_lm_4D.py", 8, "--tensor-parallel", "2"),
-    "four": ("train_lm_4D.py", 16, "--tensor-parallel", "2", "--context-parallel", "2"),
-    "one, experts": ("train_lm.py", 1, *EXPERTS), "experts copied": ("train_lm_DDP.py", 2, *EXPERTS),
-    "experts of 1 group": ("train_lm_EP.py", 2, *EXPERTS), "experts of 2 groups": ("train_lm_EP.py", 4, *EXPERTS),
-    "experts, compiled": ("train_lm_EP.py", 2, *EXPERTS, "--compile"),
-    "experts of 8 groups": ("train_lm_EP.py", 8, "--tensor-parallel", "1", *EXPERTS), "folder": ("train_lm_DCP.py", 2)}
+    "one": ("language/train.py", 1, *SAMPLE), "one, clipped": ("language/train_TP.py", 1, *CLIP),
+    "two": ("language/train_DDP.py", 2), "three": ("language/train_DDP.py", 3),
+    "tensor 2": ("language/train_TP.py", 2), "data 3": ("language/train_TP.py", 3),
+    "data 2, tensor 2": ("language/train_TP.py", 4, *CLIP),
+    "context 2": ("language/train_CP.py", 2), "context 4": ("language/train_CP.py", 4, "--context-parallel", "4"),
+    "data 2, context 2": ("language/train_CP.py", 4),
+    "context 2, tensor 2": ("language/train_CP.py", 4, "--tensor-parallel", "2", *SAMPLE),
+    "pipeline 2": ("language/train_4D.py", 2), "pipeline 2, clipped": ("language/train_4D.py", 2, *CLIP),
+    "interleaved": ("language/train_4D.py", 2, "--chunks", "2"),
+    "pipeline 2, data 2": ("language/train_4D.py", 4, "--context-parallel", "1", *CLIP),
+    "pipeline 2, context 2": ("language/train_4D.py", 4, "--micro-batches", "2"),
+    "pipeline 2, tensor 2": ("language/train_4D.py", 4, "--tensor-parallel", "2"),
+    "pipeline 4, tensor 2": ("language/train_4D.py", 8, "--pipeline-parallel", "4", "--tensor-parallel", "2"),
+    "three of four": ("language/train_4D.py", 8, "--tensor-parallel", "2"),
+    "four": ("language/train_4D.py", 16, "--tensor-parallel", "2", "--context-parallel", "2"),
+    "one, experts": ("language/train.py", 1, *EXPERTS), "experts copied": ("language/train_DDP.py", 2, *EXPERTS),
+    "experts of 1 group": ("language/train_EP.py", 2, *EXPERTS), "experts of 2 groups": ("language/train_EP.py", 4, *EXPERTS),
+    "experts, compiled": ("language/train_EP.py", 2, *EXPERTS, "--compile"),
+    "experts of 8 groups": ("language/train_EP.py", 8, "--tensor-parallel", "1", *EXPERTS), "folder": ("language/train_4D.py", 2)}
 DAILY = ["two", "tensor 2", "context 2", "pipeline 2"]
 OTHERS = [name for name in STARTS if name not in [*DAILY, "folder", "experts of 1 group"]
           and not name.startswith("one")]
@@ -126,7 +126,7 @@ def test_a_folder_fits_any_mesh(trained, once, tmp_path, before, after):
     """A run stops in the middle of its last epoch, continues on another mesh, and ends as one process does."""
     def start(mesh, folder):
         processes, *options = MESHES[mesh]
-        return run(*command("train_lm_DCP.py", processes), *OPTIONS, *options, "--snapshot-every", "2",
+        return run(*command("language/train_4D.py", processes), *OPTIONS, *options, "--snapshot-every", "2",
                    "--resume", "auto", "--output-dir", folder, env=STRICT | FLOAT64)
 
     (one, said), (folder, _) = trained("one"), once(f"folder, {before}", lambda folder: start(before, folder))
@@ -138,14 +138,14 @@ def test_a_folder_fits_any_mesh(trained, once, tmp_path, before, after):
 
 @pytest.mark.nightly
 def test_experts_that_cannot_be_divided_are_named(tmp_path):
-    code, _, said = run(*command("train_lm_EP.py", 3), *OPTIONS, *EXPERTS, "--output-dir", tmp_path)
+    code, _, said = run(*command("language/train_EP.py", 3), *OPTIONS, *EXPERTS, "--output-dir", tmp_path)
     assert code and "error: --model: number of experts 8: not a multiple of the 3 processes that divide it\n" in said
 
 
 @pytest.mark.nightly
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, tmp_path):
     folder, _ = trained("two")
-    good(run(*command("train_lm_DDP.py"), *OPTIONS, "--output-dir", tmp_path, "--workers", "1", "--resume",
+    good(run(*command("language/train_DDP.py"), *OPTIONS, "--output-dir", tmp_path, "--workers", "1", "--resume",
              folder / "epoch-001.pt", env=FLOAT64))
     whole, resumed = load(folder / "last.pt"), load(tmp_path / "last.pt")
     for content in (whole, resumed):

@@ -1,11 +1,11 @@
-"""Divide the experts of a language model over all processes; tokens travel to their experts and back.
+"""Train a language model that does not fit on one device: FSDP2 shards weights, gradients, optimizer state.
 
-    torchrun --nproc-per-node=2 train_lm_EP.py --model moe_tiny
-    torchrun --nproc-per-node=8 train_lm_EP.py --model moe_tiny --tensor-parallel 2 --length 512 --bf16
-    torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_lm_EP.py
-    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_lm_EP.py
+    torchrun --nproc-per-node=2 -m language.train_FSDP
+    torchrun --nproc-per-node=8 -m language.train_FSDP --model gpt_1b --length 1024 --bf16
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 -m language.train_FSDP
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_FSDP
 
-Parent: train_lm_TP.py
+Parents: train_DDP.py, ../train_FSDP.py
 """
 import atexit
 import time
@@ -20,15 +20,8 @@ from common import checkpoint, cli, datasets, devices, endings, errors, launch, 
 # new # FSDP
 from common import initial, layers, recipe, shards
 
-# new # TP
-from common import tensor_parallel
-
-# new # lm
-from common.language import gpt, llama, text
 from common.recipe import WarmUp
-
-# new # lm_EP
-from common.language import experts
+from . import gpt, llama, text
 
 import torch
 
@@ -38,74 +31,17 @@ import torch.distributed as dist
 # new # FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-# new # TP
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-# new # lm_TP
-from torch.distributed.tensor import Replicate, Shard, parallel
-
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # lm_TP: lm: each process has the logits of a part of the vocabulary; see loss_parallel() below
-criterion = tensor_parallel.whole(gpt.loss)
-METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
-
-# new # lm_TP: TP: yours: the layers to split; between them, each process has a part of every sequence
-COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
-ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
-NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
-PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, tensor_parallel.SequenceParallel())
-PLAN |= dict.fromkeys(ROWS, RowwiseParallel(output_layouts=Shard(1)))
-PLAN["model.layers.*.self_attn"] = PLAN["model.layers.*.mlp"] = parallel.PrepareModuleInput(
-    input_layouts=Shard(1), desired_input_layouts=Replicate())
-PLAN["logits"] = parallel.PrepareModuleInput(
-    input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
-PLAN["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-PLAN["lm_head"] = ColwiseParallel()
-
-# new # lm_EP: a mixture of experts computes this process's part of each sequence
-MIXTURES = {"model.layers.*.mlp.gate": tensor_parallel.SequenceParallel()}
-MIXTURES["model.layers.*.mlp"] = parallel.PrepareModuleInput(
-    input_layouts=Shard(1), desired_input_layouts=Shard(1))
-MIXTURES["model.layers.*.mlp.experts"] = parallel.PrepareModuleInput(
-    input_layouts=(Shard(1), Shard(1)), desired_input_layouts=(Shard(1), Shard(1)), use_local_output=True)
-
-
-# new # lm_EP
-class Exchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to process i and receives `received[i]`; backward() sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx, rows, sent, received):
-        ctx.sizes = received, sent
-        result = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent)
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return Exchange.apply(gradient, *ctx.sizes), None, None
-
-
-# new # lm_EP: replaces experts.compute(): send rows to the processes with their experts, and results back
-def travel(rows, counts, gate_up, down):
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts)
-    gate_up, down = (weight.to_local().to(rows.dtype) for weight in (gate_up, down))
-    sizes = [each.view(-1, len(down)).sum(1).tolist() for each in (counts, theirs)]
-    expert = torch.arange(len(theirs), device=rows.device) % len(down)
-    order = expert.repeat_interleave(theirs).argsort(stable=True)
-    rows = experts.compute(Exchange.apply(rows, *sizes)[order], sum(theirs.split(len(down))), gate_up, down)
-    return Exchange.apply(rows[order.argsort()], *reversed(sizes))
+criterion = gpt.loss  # yours: the loss, a mean over the tokens of all samples
+METRICS = {"accuracy": gpt.hits, "bits": gpt.bits}  # yours: the metrics, one value per sample
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-
-    # new # lm
     parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
     parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
@@ -113,22 +49,15 @@ def parse_args():
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
     parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
-
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-
-    # new # lm
     parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
     parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
-
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-
-    # new # lm
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
-
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
@@ -140,13 +69,11 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # TP
-    parser.add_argument("--tensor-parallel", type=cli.positive_int, help="processes per group (default: 2)")
-
+    # new # FSDP
+    parser.add_argument("--replicas", type=cli.positive_int, default=1, help="copies of the sharded model")
     parser.add_argument("--reshard-after-forward", choices=["yes", "no"], default="yes", help="free weights")
     parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--clip-norm", type=cli.positive, help="maximum gradient norm (default: no limit)")
@@ -159,7 +86,7 @@ def parse_args():
 
 
 @torch.no_grad()
-def evaluate(model, loader, normalize, device):
+def evaluate(model, loader, device):
     """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
@@ -168,17 +95,17 @@ def evaluate(model, loader, normalize, device):
     left = loader.sampler.own
 
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
-        outputs = model(normalize(images))
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        outputs = model(inputs)
 
         # new # FSDP
         if left <= 0:
             continue
-        outputs, labels, left = outputs[:left], labels[:left], left - len(labels)
+        outputs, targets, left = outputs[:left], targets[:left], left - len(targets)
 
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -203,23 +130,15 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-    # new # lm
+    # yours: the data; a sample is a window of tokens, and its targets are the next tokens
     train_set, val_set = text.create_datasets(
         args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
-
     datasets.require_samples(train_set, val_set, args.batch_size)
 
-    # new # TP: the processes of a tensor group read the same samples
-    grid = dist.init_device_mesh(device.type, **tensor_parallel.grid(args.tensor_parallel, device))
-    rank, world_size = grid["data"].get_local_rank(), grid["data"].size()
-
-    # new # lm_TP
-    tensor_parallel.require_multiple("--length", args.length, grid["tensor"].size())
-
+    # new # DDP: each process reads its share of each batch, in train.py's order
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
-
-    # new # TP
-    sampler = DistributedSampler(train_set, world_size, rank, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
@@ -229,67 +148,38 @@ def main(args):
 
     val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
-    normalize = datasets.Normalize(train_set).to(device)
-
-    # new # lm
+    # yours: the model
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: create tensors without data
+    # new # FSDP: create tensors without data; later, each process draws all weights and keeps its shards
     model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
-    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
-    model = models.sync_batchnorm(model, device) if args.sync_bn else model
-
     if args.weights:
-
-        # new # lm: also accepts weights that Hugging Face's transformers wrote
-        llama.load_weights(model, args.weights)
-
+        llama.load_weights(model, args.weights)  # also those that Hugging Face's transformers wrote
     if args.freeze_layers:
         models.freeze_layers(model)
 
-    # new # lm_EP: divide the experts of each layer over all processes; FSDP2 must not shard them
-    everyone = dist.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("experts",))
-    for module in [part for part in model.modules() if isinstance(part, experts.Experts)]:
-        module.compute = travel
-        for name, weight in [*module.named_parameters()]:
-            tensor_parallel.require_multiple("--model: number of experts", len(weight), everyone.size())
-            part = dist.tensor.distribute_tensor(weight, everyone, [Shard(0)], src_data_rank=None)
-            setattr(module, name, torch.nn.Parameter(part, weight.requires_grad))
-    own = {weight for name, weight in model.named_parameters() if ".experts." in name}
-    PLAN.update(MIXTURES if own else {})
-
-    # new # TP: split the layers first; FSDP2 then shards each part over the groups
-    mesh = grid["data"]
-
-    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
-    root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    # new # FSDP: shard each block, then the rest, before the optimizer gets the parameters
+    mesh = dist.init_device_mesh(device.type, **shards.grid(args.replicas, device))
+    half, single = (torch.bfloat16, torch.float32) if args.bf16 else (None, None)
+    policy, root_policy = MixedPrecisionPolicy(half, single), MixedPrecisionPolicy(half, single, single)
     blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
-
-    # new # TP
-    parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, PLAN, grid))
-
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    parallel_model = shards.sum_gradients(fully_shard(model, mesh=mesh, mp_policy=root_policy))
 
-        # new # lm_EP
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=own)
-    parallel_model = fully_shard(model, mesh=mesh, mp_policy=root_policy, ignored_params=own)
-    parallel_model = shards.sum_gradients(parallel_model)
-
-    shards.fill(model, weights, device).register_forward_pre_hook(shards.channels_last)
+    # new # FSDP: now draw the weights and keep this process's shards
+    shards.fill(model, weights, device)
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
         recipe.compile_blocks(model)
 
-    # new # lm
+    # yours: the optimizer; this learning rate does not depend on the batch size
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
-
-    # new # lm
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
     # new # FSDP: the file contains whole tensors; each process takes its shards of them
@@ -298,9 +188,7 @@ def main(args):
     if args.evaluate:
         if not args.weights and start_epoch == 1:
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
-
-        # new # lm
+        val_loss, metrics = evaluate(model, val_loader, device)
         sample = gpt.write(model, args.sample, 200, args.length, args.seed)
 
         # new # DDP
@@ -308,18 +196,13 @@ def main(args):
             return
 
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
-
-        # new # lm
         if sample:
             print(sample)
-
         return
 
-    # new # TP
-    groups = f"{world_size} group(s) of {grid['tensor'].size()} process(es)"
-    layout = f"{groups} x 1 micro-batch x {local_batch_size}"
+    # new # DDP
+    layout = f"{world_size} process(es) x 1 micro-batch x {local_batch_size}"
 
-    # new # lm
     data = f"{args.dataset}: {text.digest(train_set)}"
     headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
 
@@ -345,17 +228,13 @@ def main(args):
         bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
 
         for step, batch in enumerate(bar, 1):
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
 
             # new # DDP: call the wrapper: its forward prepares the gradient reduction
-            loss = criterion(parallel_model(normalize(images)), labels)
+            loss = criterion(parallel_model(inputs), targets)
 
             loss.backward()
-
-            # new # lm_EP: FSDP2 does not average the gradients of the experts, so average them here
-            for gradient in [weight.grad for weight in own if weight.grad is not None]:
-                gradient /= world_size
 
             # new # FSDP: clip by the norm over all shards
             shards.clip_grad_norm(model.parameters(), args.clip_norm)
@@ -368,29 +247,21 @@ def main(args):
             if step % args.log_every and step < len(train_loader):
                 continue
 
-            # new # TP: every process adds its loss, so divide by the number of processes
-            train_loss = reduce.reduce_sum(loss_sum).item() / dist.get_world_size() / step
+            # new # DDP: all processes get the same loss, so either all of them stop or none
+            train_loss = reduce.reduce_sum(loss_sum).item() / world_size / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
             bar.set_postfix(loss=f"{train_loss:.4f}")
 
         seconds = time.perf_counter() - start
 
-        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        # new # DDP: no BatchNorm, so there are no statistics to share or to broadcast
 
-        # new # TP: each process of a group has a copy of the unsplit layers: keep these copies equal
-        tensor_parallel.equalize(model, optimizer, grid["tensor"])
-
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-
-        # new # lm
-        score = -val_loss
+        score = -val_loss  # yours: the score; best.pt is the epoch with the highest score
         sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
-
-        lr = optimizer.param_groups[0]["lr"]
+        lr = optimizer.param_groups[0]["lr"] * warmup.factor
         scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
 
@@ -407,24 +278,15 @@ def main(args):
             names.append(f"epoch-{epoch:03}.pt")
         checkpoint.save_checkpoint(folder / "last.pt", content, names)
 
-        # new # lm
         speed = len(train_loader) * args.batch_size * args.length / seconds
-
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
-
-        # new # lm
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "tokens_per_second": speed}
-
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
-
-              # new # lm
               f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
               f"{devices.peak_memory(device)}")
-
-        # new # lm: after the last epoch, the model writes a sample
         if sample:
             print(sample)
 
@@ -450,9 +312,7 @@ if __name__ == "__main__":
         # new # DDP
         join_group(args)
 
-        # new # lm_TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
-        with parallel.loss_parallel():
-            main(args)
+        main(args)
 
         # new # DDP: only after success: after a failure, this could wait forever for other ranks
         dist.destroy_process_group()

@@ -1,13 +1,13 @@
-"""Save each process's shards of a language model that is divided in four ways, while training continues.
+"""Divide a language model in four ways: data (FSDP2), tensor, context and pipeline parallelism.
 
-    torchrun --nproc-per-node=2 train_lm_DCP.py --resume auto
-    torchrun --nproc-per-node=8 train_lm_DCP.py --pipeline-parallel 2 --tensor-parallel 2 --resume auto
-    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 train_lm_DCP.py
-    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python train_lm_DCP.py
+    torchrun --nproc-per-node=2 -m language.train_4D --resume auto
+    torchrun --nproc-per-node=8 -m language.train_4D --pipeline-parallel 2 --tensor-parallel 2 --resume auto
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 -m language.train_4D
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_4D
 
-Like train_elastic.py, this script also saves within an epoch, and on SIGTERM or SIGUSR1.
+Like ../train_DCP.py, this script saves folders, also within an epoch, and on SIGTERM or SIGUSR1.
 
-Parents: train_lm_4D.py, train_DCP.py
+Parents: train_CP.py, ../train_PP.py, ../train_DCP.py
 """
 import atexit
 import time
@@ -32,16 +32,15 @@ from common import initial, layers, recipe, shards
 # new # TP
 from common import tensor_parallel
 
-# new # lm
-from common.language import gpt, llama, text
 from common.recipe import WarmUp
+from . import gpt, llama, text
 
-# new # lm_CP
-from common.language import context
+# new # CP
+from . import context
 
-# new # lm_4D: PP: the other modules are already imported for FSDP
+# new # 4D: PP: the other modules are already imported for FSDP
 from common import pipeline
-from common.language import stages
+from . import stages
 
 # new # elastic
 from common import signals
@@ -61,7 +60,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 # new # TP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-# new # lm_TP
+# new # TP
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 # new # PP
@@ -75,11 +74,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # lm_TP: lm: each process has the logits of a part of the vocabulary; see loss_parallel() below
+# new # TP: each process has the logits of a part of the vocabulary; see loss_parallel() below
 criterion = tensor_parallel.whole(gpt.loss)
 METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
 
-# new # lm_TP: TP: yours: the layers to split; between them, each process has a part of every sequence
+# new # TP: yours: the layers to split; between them, each process has a part of every sequence
 COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
@@ -95,8 +94,6 @@ PLAN["lm_head"] = ColwiseParallel()
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-
-    # new # lm
     parser.add_argument("--dataset", choices=text.DATASETS, default="stdlib", help="stdlib: Python's code")
     parser.add_argument("--data-path", default="data", help="text: file or folder; tokens: folder")
     parser.add_argument("--length", type=cli.positive_int, default=128, help="tokens in a window")
@@ -104,22 +101,15 @@ def parse_args():
     parser.add_argument("--document-mask", action="store_true", help="attend only within each document")
     parser.add_argument("--sample", default="def ", help="beginning of a text to write; '' for none")
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
-
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
     parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
-
-    # new # lm
     parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
     parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
-
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
-
-    # new # lm
     parser.add_argument("--momentum", type=cli.fraction, default=0.9, help="the first beta of AdamW")
     parser.add_argument("--weight-decay", type=cli.not_negative, default=0.1, help="skips biases and norms")
-
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
@@ -131,15 +121,14 @@ def parse_args():
     parser.add_argument("--save-every", type=cli.count, default=0, help="also keep every Nth checkpoint")
 
     # new # DDP
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all processes (GPU only)")
     parser.add_argument("--backend", help="nccl, gloo, ... (default: nccl on CUDA, gloo on CPU)")
     parser.add_argument("--timeout", type=cli.positive, default=600, help="seconds to wait for other ranks")
 
-    # new # lm_CP: TP: the sizes of the tensor and context groups
+    # new # CP: TP: the sizes of the tensor and context groups
     parser.add_argument("--tensor-parallel", type=cli.positive_int, default=1, help="processes per layer")
     parser.add_argument("--context-parallel", type=cli.positive_int, help="per sequence (default: 2)")
 
-    # new # lm_4D
+    # new # 4D
     parser.add_argument("--pipeline-parallel", type=cli.positive_int, help="stages (default: 2)")
 
     # new # PP
@@ -160,7 +149,7 @@ def parse_args():
     return parser.parse_args()
 
 
-# new # lm_CP: gather the keys or values of all positions; backward() sums their gradients
+# new # CP: gather the keys or values of all positions; backward() sums their gradients
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, group, order):
@@ -177,7 +166,7 @@ class Gather(torch.autograd.Function):
         return part, None, None
 
 
-# new # lm_CP: this process's queries attend to all positions
+# new # CP: this process's queries attend to all positions
 def attend(group, order, q, k, v, mask):
     gathered = [Gather.apply(part, group, order) for part in (k, v)]
     return context.attend(q, *gathered, mask, group.rank(), group.size())
@@ -200,7 +189,7 @@ def save(folder, steps, state, group, stager, saving, **values):
 
 
 @torch.no_grad()
-def evaluate(model, loader, normalize, device):
+def evaluate(model, loader, device):
     """Return the mean loss and the mean of each metric over all samples; each sample counts once."""
     model.eval()
     sums = torch.zeros(2 + len(METRICS), device=device)
@@ -209,12 +198,12 @@ def evaluate(model, loader, normalize, device):
     left = loader.sampler.own
 
     for batch in loader:
-        images, labels = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
+        inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
 
-        # new # lm_CP
-        labels = model.part(labels)
+        # new # CP
+        targets = model.part(targets)
 
-        outputs = model(normalize(images))
+        outputs = model(inputs)
 
         # new # PP: only the last stage has outputs
         if outputs is None:
@@ -223,11 +212,11 @@ def evaluate(model, loader, normalize, device):
         # new # FSDP
         if left <= 0:
             continue
-        outputs, labels, left = outputs[:left], labels[:left], left - len(labels)
+        outputs, targets, left = outputs[:left], targets[:left], left - len(targets)
 
-        values = models.sum_metrics(METRICS, outputs, labels)
-        sums[:-1] += torch.stack([criterion(outputs, labels) * len(labels), *values])
-        sums[-1] += len(labels)
+        values = models.sum_metrics(METRICS, outputs, targets)
+        sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
+        sums[-1] += len(targets)
 
     # new # DDP: sums over all processes are exact; a mean of means is not
     dist.all_reduce(sums)
@@ -257,10 +246,10 @@ def create_schedule(parts, micro_batches, device, group, loss=None):
     return Schedule1F1B(stages[0], micro_batches, loss)
 
 
-# new # lm_4D: PP: each stage gets the tokens, because the document mask depends on them
+# new # 4D: PP: each stage gets the tokens, because the document mask depends on them
 def forward(schedule, batch_size, group, tokens):
     rows = tokens[torch.arange(batch_size, device=tokens.device) % len(tokens)]
-    outputs = schedule.eval(*[rows][:group.rank() == 0], tokens=rows)
+    outputs = schedule.eval(rows, tokens=rows) if group.rank() == 0 else schedule.eval(tokens=rows)
     return None if outputs is None else outputs[:len(tokens)]
 
 
@@ -275,27 +264,26 @@ def main(args):
     # new # DCP: elastic: a separate CPU group keeps the messages of saving apart from those of training
     cpu_group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
 
-    # new # lm
+    # yours: the data; a sample is a window of tokens, and its targets are the next tokens
     train_set, val_set = text.create_datasets(
         args.dataset, args.data_path, args.length, args.windows, args.seed, args.model.vocabulary)
-
     datasets.require_samples(train_set, val_set, args.batch_size)
 
-    # new # lm_4D: TP: the processes of a tensor group and of a pipeline read the same samples
-    shape = stages.grid(args.pipeline_parallel, args.tensor_parallel, device)
-    grid = dist.init_device_mesh(device.type, **shape)
+    # new # 4D: TP: the processes of a tensor group and of a pipeline read the same samples
+    sizes = args.pipeline_parallel, args.tensor_parallel
+    grid = dist.init_device_mesh(device.type, **stages.grid(*sizes, device))
     group = grid["pipeline"].get_group()
 
-    # new # lm_CP: TP: each context group reads one share of the samples; FSDP2 shards over data and context
-    cube = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
-    rank, world_size = cube["data"].get_local_rank(), cube["data"].size()
+    # new # CP: TP: each context group reads one share of the samples; FSDP2 shards over data and context
+    readers = dist.init_device_mesh(device.type, **context.divide(grid, args.context_parallel, args.length))
+    rank, world_size = readers["data"].get_local_rank(), readers["data"].size()
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
-    # new # lm_4D: PP: divide one pipeline's samples into micro-batches
+    # new # 4D: PP: divide one pipeline's samples into micro-batches
     micro_batches = pipeline.split_batch(local_batch_size, args.micro_batches, group.size(), args.chunks)
 
-    # new # lm_DCP: elastic + TP
+    # new # 4D: elastic + TP
     sampler = ResumableSampler(train_set, world_size, rank, seed=datasets.mix(args.seed), drop_last=True)
 
     options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
@@ -310,30 +298,22 @@ def main(args):
 
     val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
 
-    normalize = datasets.Normalize(train_set).to(device)
-
-    # new # lm
+    # yours: the model
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
-    # new # lm_TP: FSDP + lm: create tensors without data
+    # new # FSDP: create tensors without data; later, each process draws all weights and keeps its shards
     model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
-    # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
-    model = models.sync_batchnorm(model, device) if args.sync_bn else model
-
     if args.weights:
-
-        # new # lm: also accepts weights that Hugging Face's transformers wrote
-        llama.load_weights(model, args.weights)
-
+        llama.load_weights(model, args.weights)  # also those that Hugging Face's transformers wrote
     if args.freeze_layers:
         models.freeze_layers(model)
 
     # new # TP: split the layers first; FSDP2 then shards each part over the groups
     mesh = grid["data"]
 
-    policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32] if args.bf16 else [])
-    root_policy = MixedPrecisionPolicy(*[torch.bfloat16, torch.float32, torch.float32] if args.bf16 else [])
+    half, single = (torch.bfloat16, torch.float32) if args.bf16 else (None, None)
+    policy, root_policy = MixedPrecisionPolicy(half, single), MixedPrecisionPolicy(half, single, single)
     blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
 
     # new # TP
@@ -342,23 +322,21 @@ def main(args):
     for block, reshard in shards.units(blocks, args.reshard_after_forward == "yes"):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
-    # new # lm_4D: FSDP + PP: each stage is an FSDP2 root; other processes' layers stay on the meta device
+    # new # 4D: FSDP + PP: each stage is an FSDP2 root; other processes' layers stay on the meta device
     parts = stages.cut(model, group.size() * args.chunks, group.size())[group.rank()::group.size()]
     for part in parts:
         shards.sum_gradients(fully_shard(part, mesh=mesh, mp_policy=root_policy))
 
     shards.fill(model, weights, device, parts)
 
-    # new # lm_4D: PP: a schedule without a loss only computes outputs
+    # new # 4D: PP: a schedule without a loss only computes outputs
     evaluation = create_schedule(parts, micro_batches, device, group)
+    model.forward = partial(forward, evaluation, local_batch_size, group)
 
     schedule = create_schedule(parts, micro_batches, device, group, criterion)
 
-    # new # lm_4D: PP: only the first process of a pipeline gives its stage an input
-    model.forward = partial(forward, evaluation, local_batch_size, group)
-
-    # new # lm_CP: only attention needs the positions of other processes
-    context_group = cube["context"].get_group()
+    # new # CP: only attention needs the positions of other processes
+    context_group = readers["context"].get_group()
     positions = context.order(args.length, context_group.size(), device)
     model.positions = positions[context_group.rank()]
     model.attend = lambda *inputs: attend(context_group, positions, *inputs)
@@ -367,14 +345,11 @@ def main(args):
     if args.compile:
         recipe.compile_blocks(model)
 
-    # new # lm
+    # yours: the optimizer; this learning rate does not depend on the batch size
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
-
-    # new # lm
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
     # new # elastic: the position within the epoch, if the checkpoint is a snapshot
@@ -392,9 +367,7 @@ def main(args):
         if not args.weights and start_epoch == 1 and not progress["step"]:
 
             raise errors.UsageError("--evaluate: no weights were loaded; pass --weights or --resume")
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
-
-        # new # lm
+        val_loss, metrics = evaluate(model, val_loader, device)
         sample = gpt.write(model, args.sample, 200, args.length, args.seed)
 
         # new # DDP
@@ -402,21 +375,17 @@ def main(args):
             return
 
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
-
-        # new # lm
         if sample:
             print(sample)
-
         return
 
-    # new # lm_CP: TP: show the sizes of the tensor and context groups
+    # new # CP: TP: show the sizes of the tensor and context groups
     sizes = f"{context_group.size()} (context) x {grid['tensor'].size()} (tensor)"
 
-    # new # lm_4D: lm_CP + PP: show the sizes of all groups
+    # new # 4D: CP + PP: show the sizes of all groups
     layout = f"{world_size} group(s) of {sizes} x {group.size()} (pipeline) process(es)"
     layout += f" x {micro_batches} micro-batches x {local_batch_size // micro_batches}"
 
-    # new # lm
     data = f"{args.dataset}: {text.digest(train_set)}"
     headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
 
@@ -444,7 +413,7 @@ def main(args):
 
         model.train()
 
-        # new # lm_DCP: elastic + lm_4D: start from the finished steps' losses, divided over the stages
+        # new # 4D: elastic: start from the finished steps' losses, divided over the stages
         loss_sum = torch.full((), train_loss * first_step / group.size(), device=device)
 
         start = time.perf_counter()
@@ -457,20 +426,23 @@ def main(args):
         for step, batch in enumerate(bar, first_step + 1):
             torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
 
-            images, labels = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
+            inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
 
-            # new # lm_CP: the labels are already shifted, so take the same positions as for the inputs
-            labels = model.part(labels)
+            # new # CP: the targets are already shifted, so take the same positions as for the inputs
+            targets = model.part(targets)
 
             optimizer.zero_grad()
 
-            # new # lm_4D: PP: run forward and backward on each micro-batch; each stage also gets the tokens
-            losses, inputs = [], normalize(images)
-            schedule.step(*[inputs][:group.rank() == 0], tokens=inputs, target=labels, losses=losses)
+            # new # PP: run forward and backward on each micro-batch; the last stage computes the losses
+            losses = []
+
+            # new # 4D: PP: each stage also gets the tokens
+            stage_inputs = [inputs] if group.rank() == 0 else []
+            schedule.step(*stage_inputs, tokens=inputs, target=targets, losses=losses)
 
             loss = sum(losses, torch.zeros((), device=device)) / micro_batches
 
-            # new # lm_4D: copies of a tied embedding get the summed gradient; the norm covers all stages
+            # new # 4D: copies of a tied embedding get the summed gradient; the norm covers all stages
             stages.sum_tied(model, group)
             shards.clip_grad_norm(model.parameters(), args.clip_norm, group, stages.tied(model, group))
 
@@ -489,7 +461,7 @@ def main(args):
             sums = torch.stack([loss_sum, torch.full((), float(stop.is_set()), device=device)])
             loss_total, stopping = reduce.reduce_sum(sums).tolist()
 
-            # new # lm_DCP: elastic + lm_4D
+            # new # 4D: elastic
             train_loss = loss_total / grid["data", "tensor"].size() / step
 
             errors.require_finite(train_loss, f"epoch {epoch}, step {step}: the loss")
@@ -498,7 +470,7 @@ def main(args):
             # new # elastic: copy the weights now, and write the copy while training continues
             if stopping or step % args.snapshot_every == 0:
 
-                # new # lm_DCP: elastic + lm_4D: each process checks its part of the weights
+                # new # 4D: elastic: each process checks its part of the weights
                 held = [weight.to_local() for weight in model.parameters() if not weight.is_meta]
                 norm = reduce.reduce_sum(torch.nn.utils.get_total_norm(held)).item()
 
@@ -523,21 +495,16 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # new # DDP: BatchNorm's statistics differ between processes: use rank 0's
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        # new # DDP: no BatchNorm, so there are no statistics to share or to broadcast
 
         # new # TP: each process of a group has a copy of the unsplit layers: keep these copies equal
         tensor_parallel.equalize(model, optimizer, grid["tensor"])
 
-        val_loss, metrics = evaluate(model, val_loader, normalize, device)
+        val_loss, metrics = evaluate(model, val_loader, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
-
-        # new # lm
-        score = -val_loss
+        score = -val_loss  # yours: the score; best.pt is the epoch with the highest score
         sample = gpt.write(model, args.sample, 200, args.length, args.seed) if epoch == args.epochs else ""
-
-        lr = optimizer.param_groups[0]["lr"]
+        lr = optimizer.param_groups[0]["lr"] * warmup.factor
         scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
 
         # new # DCP: FSDP: save without gathering; prune() keeps the folder with the best score
@@ -551,24 +518,17 @@ def main(args):
 
         # new # DCP: elastic: write no last.pt, because no process has the whole model
 
-        # new # lm_DCP: elastic + lm
+        # new # 4D: elastic: the speed counts only the steps of this run
         speed = (len(train_loader) - first_step) * args.batch_size * args.length / seconds
 
         shown = {"loss": train_loss, "val_loss": val_loss, **metrics}
-
-        # new # lm
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "tokens_per_second": speed}
-
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
         print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
-
-              # new # lm
               f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
               f"{devices.peak_memory(device)}")
-
-        # new # lm: after the last epoch, the model writes a sample
         if sample:
             print(sample)
 
@@ -597,10 +557,10 @@ if __name__ == "__main__":
         # new # DDP
         join_group(args)
 
-        # new # lm_TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
+        # new # TP: compute the cross-entropy, and its backward(), on logits split by vocabulary
         with parallel.loss_parallel():
 
-            # new # lm_DCP: lm_TP + elastic: exit code 85 tells a batch script to requeue the job
+            # new # 4D: TP + elastic: exit code 85 tells a batch script to requeue the job
             code = main(args)
 
         # new # DDP: only after success: after a failure, this could wait forever for other ranks
