@@ -13,7 +13,7 @@ In a training script, call build_loader after init_process_group:
 
     loader = build_loader(args)
     for epoch in range(1, args.epochs + 1):
-        for images, targets in loader:
+        for inputs, targets in loader:
 
 Parent: none
 """
@@ -78,7 +78,7 @@ class PairDataset:
 
 
 class PairLoader:
-    """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
+    """Batches `(inputs, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
 
     Each pass over the loader is one epoch, with its own order and crops.
     """
@@ -114,12 +114,12 @@ class PairLoader:
                 batch = batch.pin_memory()
             # Transfer uint8: a quarter of the bytes of float32
             batch = batch.to(self.device, non_blocking=self.loader.pin_memory)
-            images, targets = (part.float().sub_(127.5).div_(127.5) for part in batch)
-            yield images, targets
+            inputs, targets = (part.float().sub_(127.5).div_(127.5) for part in batch)
+            yield inputs, targets
 
 
 def build_loader(args):
-    """Return this process's share of the pairs: a sized iterable of batches `(images, targets)`.
+    """Return this process's share of the pairs: a sized iterable of batches `(inputs, targets)`.
 
     "train" shuffles each epoch and drops the incomplete last batch. In "test", exactly one process reads
     each pair, and the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError
@@ -149,8 +149,8 @@ def main(args):
         count, waited, first_wait = 0, 0.0, 0.0
         start = asked = time.perf_counter()
         bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
-        for images, targets in bar:
-            if images.device.type != "cpu":
+        for inputs, targets in bar:
+            if inputs.device.type != "cpu":
                 torch.accelerator.synchronize()
             wait = time.perf_counter() - asked
             waited += wait
@@ -158,9 +158,9 @@ def main(args):
 
             # Your training step goes here
             if args.preview and reduce.is_main_process() and epoch == 1 and not count:
-                pairs.save_preview(args.preview, images, targets)
+                pairs.save_preview(args.preview, inputs, targets)
 
-            count += len(images)
+            count += len(inputs)
             asked = time.perf_counter()
 
         # The sum over all processes waits for the slowest process

@@ -123,7 +123,7 @@ def pair_pipeline(source, crop, on_gpu, workers):
 
 
 class PairLoader:
-    """Batches `(images, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
+    """Batches `(inputs, targets)` on `device`: float32 (N, 3, crop, crop), contiguous, from -1 to 1.
 
     Each pass over the loader is one epoch, with its own order and crops.
     """
@@ -162,7 +162,7 @@ class PairLoader:
                 self._start(epoch, skip)
             self.upcoming = None
             for [batch] in self.iterator:
-                yield batch["images"].to(self.device), batch["targets"].to(self.device)
+                yield batch["inputs"].to(self.device), batch["targets"].to(self.device)
                 step += 1
             self.upcoming = epoch + 1
         except Exception:
@@ -178,7 +178,7 @@ class PairLoader:
                    "device_id": torch.cuda.current_device() if on_gpu and index is None else index,
                    "py_num_workers": self.workers, "py_start_method": "spawn" if on_gpu else "fork"}
         pipeline = pair_pipeline(self.source, self.cuts.crop, on_gpu, self.workers, **options)
-        self.iterator = DALIGenericIterator([pipeline], ["images", "targets"], auto_reset=True,
+        self.iterator = DALIGenericIterator([pipeline], ["inputs", "targets"], auto_reset=True,
                                             last_batch_policy=LastBatchPolicy.PARTIAL)
 
     # new # DALI: DALI's errors name no file, so decode the prefetched files to find the damaged one
@@ -192,7 +192,7 @@ class PairLoader:
 
 
 def build_loader(args):
-    """Return this process's share of the pairs: a sized iterable of batches `(images, targets)`.
+    """Return this process's share of the pairs: a sized iterable of batches `(inputs, targets)`.
 
     "train" shuffles each epoch and drops the incomplete last batch. In "test", exactly one process reads
     each pair, and the last batch may be smaller. Raises UsageError for mismatched pairs, and ProcessError
@@ -222,8 +222,8 @@ def main(args):
         count, waited, first_wait = 0, 0.0, 0.0
         start = asked = time.perf_counter()
         bar = tqdm(loader, f"epoch {epoch}", leave=False, disable=not reduce.is_main_process() or None)
-        for images, targets in bar:
-            if images.device.type != "cpu":
+        for inputs, targets in bar:
+            if inputs.device.type != "cpu":
                 torch.accelerator.synchronize()
             wait = time.perf_counter() - asked
             waited += wait
@@ -231,9 +231,9 @@ def main(args):
 
             # Your training step goes here
             if args.preview and reduce.is_main_process() and epoch == 1 and not count:
-                pairs.save_preview(args.preview, images, targets)
+                pairs.save_preview(args.preview, inputs, targets)
 
-            count += len(images)
+            count += len(inputs)
             asked = time.perf_counter()
 
         # The sum over all processes waits for the slowest process

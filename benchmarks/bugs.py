@@ -49,7 +49,7 @@ EXAMPLES = [  # of docs/your-own-loop.md: example, bug, cause, the right line, t
      "if rank == 0: plateau.step(val_loss)", ""),
     ("schedule", "stop-on-rank-0", "rank-stops", "        if stop:", "        if rank == 0 and stop:", ""),
     ("tokens", "tokens-wrong", "uneven-mean", "dist.all_reduce(count)", "count = count * world_size", ""),
-    ("tokens", "transformers-37474", "scale", "labels) * world_size / count", "labels) / count",
+    ("tokens", "transformers-37474", "scale", "targets) * world_size / count", "targets) / count",
      "https://github.com/huggingface/transformers/issues/37474: the mean of DDP is not undone"),
     ("tokens", "prime-rl-2358", "uneven-mean", "            dist.all_reduce(count)\n", "",
      "https://github.com/PrimeIntellect-ai/prime-rl/issues/2358: each rank divides by its own count"),

@@ -48,7 +48,7 @@ def read_iterations(steps: int, tokens: int, lines: Iterable[str]) -> Iterator[d
 @torch.no_grad()
 def loss_of(forward: Callable[[Tensor], Tensor], windows: text.Windows) -> float:
     """Return the mean loss over all windows."""
-    return torch.stack([gpt.loss(forward(inputs[None]), labels[None]) for inputs, labels in
+    return torch.stack([gpt.loss(forward(inputs[None]), targets[None]) for inputs, targets in
                         (windows[index] for index in range(len(windows)))]).mean().item()
 
 

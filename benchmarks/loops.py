@@ -81,12 +81,12 @@ def prepare_bare(args):
     batches = []
     for index in range(4):  # few enough for caches to hold them, like a loader's fresh batches
         first = (index * world_size + rank) * local_batch_size
-        inputs, labels = train_set.__getitems__([(first + n) % len(train_set) for n in range(local_batch_size)])
+        inputs, targets = train_set.__getitems__([(first + n) % len(train_set) for n in range(local_batch_size)])
         inputs = normalize(inputs.to(device))
         if inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        boxes = reduce.reduce_sum(torch.tensor(len(labels), device=device))
-        batches.append((inputs, labels.to(device), world_size / boxes))
+        boxes = reduce.reduce_sum(torch.tensor(len(targets), device=device))
+        batches.append((inputs, targets.to(device), world_size / boxes))
     models.to_device(model, device)
     parallel_model = model if args.loop == "alone" else DistributedDataParallel(model)
     groups = models.parameter_groups(model, 1e-4)
@@ -98,10 +98,10 @@ def prepare_bare(args):
 
     def train_epoch(epoch):
         for step in range(steps):
-            inputs, labels, share = batches[step % len(batches)]
+            inputs, targets, share = batches[step % len(batches)]
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                loss = criterion(parallel_model(inputs), labels) * (share if detects else 1)
+                loss = criterion(parallel_model(inputs), targets) * (share if detects else 1)
             loss.backward()
             optimizer.step()
         loss.item()  # waits for the device
@@ -123,8 +123,8 @@ def prepare_usual(args):
         sampler.set_epoch(epoch)
         mean_loss = torch.zeros(1, device=device)
         bar = tqdm(loader, disable=dist.get_rank() != 0)
-        for step, (images, labels) in enumerate(bar):
-            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+        for step, (inputs, targets) in enumerate(bar):
+            loss = F.cross_entropy(model(inputs.to(device)), targets.to(device))
             loss.backward()
             shown = loss.detach().clone()
             dist.all_reduce(shown)
@@ -159,9 +159,9 @@ def prepare_quick_start(args):
 
     def train_epoch(epoch):
         total_loss = 0
-        for images, labels in loader:
+        for inputs, targets in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
+            loss = F.cross_entropy(model(inputs), targets)
             library.backward(loss)
             optimizer.step()
             total_loss += loss.item()

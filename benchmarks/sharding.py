@@ -98,11 +98,11 @@ def bubbles_of(rounds: int, model: str) -> None:
         watch(PipelineStage, name, lambda name, args, seconds: busy.append(seconds))
     shares: dict[int, list[float]] = {number: [] for number in MICRO_BATCHES}
     for number in MICRO_BATCHES * (1 + rounds):
-        images, labels = torch.randn(number * IMAGES, 1, 28, 28), torch.randint(10, (number * IMAGES,))
+        inputs, targets = torch.randn(number * IMAGES, 1, 28, 28), torch.randint(10, (number * IMAGES,))
         busy.clear()
         dist.barrier()
         start = time.perf_counter()
-        schedules[number].step(*[images][:rank == 0], target=labels, losses=[])
+        schedules[number].step(*([inputs] if rank == 0 else []), target=targets, losses=[])
         dist.barrier()
         idle = torch.tensor(1 - sum(busy) / (time.perf_counter() - start))
         dist.all_reduce(idle)

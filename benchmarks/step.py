@@ -75,10 +75,10 @@ class Step:
             self.model.compile()
 
     def __call__(self) -> None:
-        images, labels = (part.to(self.device, non_blocking=True) for part in (self.images, self.labels))
+        inputs, targets = (part.to(self.device, non_blocking=True) for part in (self.images, self.labels))
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            loss = F.cross_entropy(self.model(self.normalize(images)), labels)
+            loss = F.cross_entropy(self.model(self.normalize(inputs)), targets)
         loss.backward()
         self.optimizer.step()
 

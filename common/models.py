@@ -68,29 +68,29 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
 def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a metric: for each sample, whether its label is among the `k` classes with the highest outputs.
 
-    The metric raises UsageError if its arguments are not class scores (N, classes) and integer labels (N,).
+    The metric raises UsageError if its arguments are not class scores (N, classes) and integer targets (N,).
     """
-    def hit(outputs: Tensor, labels: Tensor) -> Tensor:
-        if outputs.ndim != 2 or labels.ndim != 1 or labels.is_floating_point():
-            shapes = f"{tuple(outputs.shape)} and {tuple(labels.shape)} {labels.dtype}"
-            raise UsageError(f"accuracy needs outputs (N, classes) and integer labels (N,); these are {shapes}; "
+    def hit(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+            shapes = f"{tuple(outputs.shape)} and {tuple(targets.shape)} {targets.dtype}"
+            raise UsageError(f"accuracy needs outputs (N, classes) and integer targets (N,); these are {shapes}; "
                              "put your own metric at '# yours: the metrics'")
-        return (outputs.topk(min(k, outputs.shape[1])).indices == labels[:, None]).any(1)
+        return (outputs.topk(min(k, outputs.shape[1])).indices == targets[:, None]).any(1)
 
     return hit
 
 
-def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, labels: Tensor) -> list[Tensor]:
+def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, targets: Tensor) -> list[Tensor]:
     """Return the sum of each metric over a batch.
 
     Raises UsageError, naming the metric, if it does not return one value per sample.
     """
     sums = []
     for name, metric in metrics.items():
-        values = metric(outputs, labels)
-        if not isinstance(values, Tensor) or values.numel() != len(labels):
+        values = metric(outputs, targets)
+        if not isinstance(values, Tensor) or values.numel() != len(targets):
             what = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise UsageError(f"the metric {name!r} returned {what} for {len(labels)} samples; it must return a tensor "
+            raise UsageError(f"the metric {name!r} returned {what} for {len(targets)} samples; it must return a tensor "
                              "with one value per sample")
         sums.append(values.sum())
     return sums

@@ -97,8 +97,8 @@ def require_multiple(option: str, value: int, size: int) -> None:
 
 def whole(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[DTensor, Tensor], Tensor]:
     """Wrap `function`, a loss or a metric: accept outputs that are a DTensor, and return a plain, full tensor."""
-    def of_parts(outputs: DTensor, labels: Tensor) -> Tensor:
-        labels = DTensor.from_local(labels, outputs.device_mesh, [Replicate()], run_check=False)
-        return cast(DTensor, function(outputs, labels)).full_tensor()
+    def of_parts(outputs: DTensor, targets: Tensor) -> Tensor:
+        targets = DTensor.from_local(targets, outputs.device_mesh, [Replicate()], run_check=False)
+        return cast(DTensor, function(outputs, targets)).full_tensor()
 
     return of_parts

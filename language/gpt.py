@@ -136,7 +136,7 @@ class GPT(nn.Module):
         return self.logits(x, (self.lm_head or self.model.embed_tokens).weight)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Return the columns of `tokens` (N, T), or of labels, at the `positions` that this process computes."""
+        """Return the columns of `tokens` (N, T), or of targets, at the `positions` that this process computes."""
         return tokens if self.positions is None else tokens[:, self.positions]
 
     def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Attend]:
@@ -183,19 +183,19 @@ def same_document(tokens: Tensor, end: int, positions: Tensor) -> Tensor:
     return ((document[:, positions, None] == document[:, None, :]) & before)[:, None]
 
 
-def loss(logits: Tensor, labels: Tensor) -> Tensor:
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy per token. All windows are equally long, so this is also the mean over windows."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def bits(logits: Tensor, labels: Tensor) -> Tensor:
+def bits(logits: Tensor, targets: Tensor) -> Tensor:
     """Return a metric: the mean cross-entropy of each window (N,) in bits per token."""
-    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1) / math.log(2)
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1) / math.log(2)
 
 
-def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return a metric: for each window (N,), the fraction of the labels that the model predicts correctly."""
-    return (logits.argmax(2) == labels).to(logits.dtype).mean(1)
+def hits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return a metric: for each window (N,), the fraction of the targets that the model predicts correctly."""
+    return (logits.argmax(2) == targets).to(logits.dtype).mean(1)
 
 
 def operations(model: GPT, length: int) -> int:

@@ -20,7 +20,7 @@ BYTES, GPT2 = 256, 50257  # the sizes of the vocabularies
 
 
 class Windows:
-    """Windows of `length` tokens: inputs `int64` (N, length) and labels, which are the next tokens (N, length).
+    """Windows of `length` tokens: inputs `int64` (N, length) and targets, which are the next tokens (N, length).
 
     With a `seed`, each epoch draws `count` windows at random positions, which depend on (seed, epoch) alone. Without a
     seed, the windows are the same in each epoch, do not overlap, and are evenly spaced. Raises ProcessError,
@@ -50,8 +50,8 @@ class Windows:
             self.starts = torch.randint(last + 1, (self.count,), generator=generator)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, labels = self.__getitems__([index])
-        return inputs[0], labels[0]
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         starts = self.starts[torch.as_tensor(indices)].tolist()

@@ -171,9 +171,9 @@ def describe(images, side):
 def batches(epoch):
     """Return the pairs in the batches of one epoch; check that both images of each pair belong together."""
     found = []
-    for images, targets in epoch:
-        assert all(part.dtype == torch.float32 and part.is_contiguous() for part in (images, targets))
-        cuts = describe(images, "img")
+    for inputs, targets in epoch:
+        assert all(part.dtype == torch.float32 and part.is_contiguous() for part in (inputs, targets))
+        cuts = describe(inputs, "img")
         assert cuts == describe(targets, "gt")
         found.append(cuts)
     return found
@@ -197,7 +197,7 @@ def test_the_test_split_is_delivered_exactly_once(seen, script, processes):
         shares = [numbers(result.epochs[epoch]) for result in ranks]
         assert sorted(sum(shares, [])) == list(range(TEST))
         for rank, (result, share) in enumerate(zip(ranks, shares, strict=True)):
-            sizes = [len(images) for images, _ in result.epochs[epoch]]
+            sizes = [len(inputs) for inputs, _ in result.epochs[epoch]]
             full, rest = divmod(len(share), BATCH // processes)
             assert sizes == [BATCH // processes] * full + [rest] * (rest > 0)
             assert result.length == len(sizes) and len(share) == len(range(rank, TEST, processes))

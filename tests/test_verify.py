@@ -256,16 +256,16 @@ def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("file", "right", "wrong", "cause", "fact"), [
-    ("language/train_CP.py", "            labels = model.part(labels)", "            labels = labels[:, :args.length // 2]",
-     "uneven-mean", "so the loss differs, as with other labels"),
+    ("language/train_CP.py", "            targets = model.part(targets)",
+     "            targets = targets[:, :args.length // 2]", "uneven-mean", "so the loss differs, as with other labels"),
     ("language/gpt.py", "angles = positions[:, None]", "angles = every[:len(positions), None]", "forward",
      "the output of model.layers.0.self_attn.o_proj differs"),
     ("language/train_CP.py", "        dist.reduce_scatter(part, parts, group=ctx.group)",
      "        part = parts[ctx.group.rank()]", "no-backward", "so the backward pass differs"),
     ("language/train_4D.py", "            stages.sum_tied(model, group)\n", "", "partial",
      "two copies of model.embed_tokens.weight in B"),
-    ("language/train_CP.py", "normalize(images)), labels)\n", "normalize(images)), labels) / context_group.size()\n", "scale",
-     "0.5 times")])
+    ("language/train_CP.py", "normalize(inputs)), targets)\n", "normalize(inputs)), targets) / context_group.size()\n",
+     "scale", "0.5 times")])
 def test_a_wrong_line_of_a_mesh_is_named(tmp_path, file, right, wrong, cause, fact):
     script = file if file.startswith("train") else "language/train_CP.py"
     copy_out(script, tmp_path / "copy")

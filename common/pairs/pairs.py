@@ -39,15 +39,15 @@ def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir:
         make_samples(SAMPLES)
         data_source = SAMPLES
     folder = Path(data_source, split)
-    images, targets = (_by_name(folder / name, data_source) for name in (img_dir, gt_dir))
-    for files, others, other_dir in ((images, targets, gt_dir), (targets, images, img_dir)):
+    inputs, targets = (_by_name(folder / name, data_source) for name in (img_dir, gt_dir))
+    for files, others, other_dir in ((inputs, targets, gt_dir), (targets, inputs, img_dir)):
         orphans = sorted(files.keys() - others.keys())
         if orphans:
             more = f" (nor do {len(orphans) - 1} other files)" if len(orphans) > 1 else ""
             raise UsageError(f"{files[orphans[0]]}: has no partner in {folder / other_dir}{more}")
-    if not images:
+    if not inputs:
         raise UsageError(f"--data-source {data_source}: no {' '.join(EXTENSIONS)} in {folder / img_dir}")
-    return [(images[name], targets[name]) for name in sorted(images)]
+    return [(inputs[name], targets[name]) for name in sorted(inputs)]
 
 
 def _by_name(folder: Path, data_source: str | Path) -> dict[str, str]:
@@ -164,10 +164,10 @@ def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
     return np.frombuffer(bitmap, np.uint8), (height, width)
 
 
-def save_preview(path: str | Path, images: torch.Tensor, targets: torch.Tensor) -> None:
-    """Write the first 8 pairs of a batch to a PNG: the images in the upper row, their targets below."""
-    count = min(8, len(images))
-    grid = make_grid(torch.cat([images[:count], targets[:count]]).cpu(), nrow=count)
+def save_preview(path: str | Path, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Write the first 8 pairs of a batch to a PNG: the inputs in the upper row, their targets below."""
+    count = min(8, len(inputs))
+    grid = make_grid(torch.cat([inputs[:count], targets[:count]]).cpu(), nrow=count)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         to_pil_image(((grid + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)).save(path, "PNG")

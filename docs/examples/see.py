@@ -87,11 +87,11 @@ def average():
 
 def average_of(rank, count):
     torch.manual_seed(0)
-    model, images, labels = nn.Linear(20, 5), torch.randn(64, 20), torch.randint(5, (64,))
+    model, inputs, targets = nn.Linear(20, 5), torch.randn(64, 20), torch.randint(5, (64,))
     parallel_model = DistributedDataParallel(model)
-    nn.functional.cross_entropy(parallel_model(images[rank::count]), labels[rank::count]).backward()
+    nn.functional.cross_entropy(parallel_model(inputs[rank::count]), targets[rank::count]).backward()
     averaged = model.weight.grad.clone()
-    whole, = torch.autograd.grad(nn.functional.cross_entropy(model(images), labels), model.weight)
+    whole, = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), model.weight)
     if rank == 0:
         difference = (averaged - whole).abs().max().item()
         print(f"largest gradient {whole.abs().max():.4f}, largest difference {difference:.1e}")
@@ -316,7 +316,7 @@ def ways_of(rank, count):
 
     mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
     group, order = mesh.get_group(), context.order(128, count, torch.device("cpu"))
-    tokens, labels = torch.randint(256, (2, 4, 128)).unbind()
+    tokens, targets = torch.randint(256, (2, 4, 128)).unbind()
     for way in ("data", "tensor", "context", "pipeline"):
         model, loss = gpt.GPT(gpt.Size(64, 2, 4, 4, 192), 256, end=0), gpt.loss
         part = tokens[rank::count] if way == "data" else tokens
@@ -332,9 +332,9 @@ def ways_of(rank, count):
         for _ in range(2):  # the first step of a pipeline also exchanges shapes
             with loss_parallel(), Calls() as calls:
                 if way == "pipeline":
-                    schedule.step(*[tokens][:rank == 0], tokens=tokens, target=labels)
+                    schedule.step(*([tokens] if rank == 0 else []), tokens=tokens, target=targets)
                 else:
-                    loss(model(part), model.part(labels[:len(part)])).backward()
+                    loss(model(part), model.part(targets[:len(part)])).backward()
         for (name, size), times in sorted(calls.found.items()) if rank == 0 else []:
             print(f"{way:9} {times:3} x {name:15} {size / 1000:7.1f} kB", flush=True)
         dist.barrier()

@@ -29,8 +29,8 @@ def sequences(number, seed):
 
 def collate(batch):
     inputs = pad_sequence([tokens[:-1] for tokens in batch], batch_first=True)
-    labels = pad_sequence([tokens[1:] for tokens in batch], batch_first=True, padding_value=IGNORE)
-    return inputs, labels
+    targets = pad_sequence([tokens[1:] for tokens in batch], batch_first=True, padding_value=IGNORE)
+    return inputs, targets
 
 
 class Model(nn.Module):
@@ -43,16 +43,16 @@ class Model(nn.Module):
         return self.output(self.layer(self.embedding(tokens))[0])
 
 
-def sum_loss(outputs, labels):
+def sum_loss(outputs, targets):
     """Return the sum of the losses over this process's tokens. No collective: evaluate() calls this, too."""
-    return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 @torch.inference_mode()
 def evaluate(model, loader):
     sums = torch.zeros(2)
-    for inputs, labels in loader:
-        sums += torch.stack([sum_loss(model(inputs), labels), (labels != IGNORE).sum()])
+    for inputs, targets in loader:
+        sums += torch.stack([sum_loss(model(inputs), targets), (targets != IGNORE).sum()])
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
 
@@ -73,11 +73,11 @@ def main():
         for micro_batches in zip(*[iter(train_loader)] * (BATCH_SIZE // MICRO_BATCH // world_size)):
 
             # Divide by the tokens of all micro-batches of all processes; DDP divides the sum of gradients by world_size
-            count = sum((labels != IGNORE).sum() for _, labels in micro_batches)
+            count = sum((targets != IGNORE).sum() for _, targets in micro_batches)
             dist.all_reduce(count)
             optimizer.zero_grad()
-            for inputs, labels in micro_batches:
-                loss = sum_loss(parallel_model(inputs), labels) * world_size / count
+            for inputs, targets in micro_batches:
+                loss = sum_loss(parallel_model(inputs), targets) * world_size / count
                 loss.backward()
             optimizer.step()
 

@@ -7,5 +7,5 @@ import loader
 if __name__ == "__main__":
     args = loader.parse_args()
     loader.join_group(args)
-    for images, targets in loader.build_loader(args):
-        print(images.device, targets.device, images.shape, images.double().sum().item(), targets.double().sum().item())
+    for inputs, targets in loader.build_loader(args):
+        print(inputs.device, targets.device, inputs.shape, inputs.double().sum().item(), targets.double().sum().item())

@@ -26,19 +26,19 @@ def test_the_rate_falls_along_half_a_cosine_to_its_last_fraction(lrf):
 
 
 def test_a_hit_is_a_label_among_the_highest():
-    outputs, labels = torch.tensor([[3.0, 2.0, 1.0]] * 3), torch.tensor([0, 1, 2])
-    assert models.top(1)(outputs, labels).tolist() == [True, False, False]
-    assert models.top(2)(outputs, labels).tolist() == [True, True, False]
-    assert models.top(5)(outputs, labels).all()  # of three classes
+    outputs, targets = torch.tensor([[3.0, 2.0, 1.0]] * 3), torch.tensor([0, 1, 2])
+    assert models.top(1)(outputs, targets).tolist() == [True, False, False]
+    assert models.top(2)(outputs, targets).tolist() == [True, True, False]
+    assert models.top(5)(outputs, targets).all()  # of three classes
 
 
-@pytest.mark.parametrize(("outputs", "labels"), [
+@pytest.mark.parametrize(("outputs", "targets"), [
     (torch.zeros(4, 1), torch.zeros(4, 1)), (torch.zeros(4, 3), torch.zeros(4)), (torch.zeros(4), torch.arange(4)),
     (torch.zeros(4, 3, 8, 8), torch.zeros(4, 8, 8, dtype=torch.int64))])
-def test_there_is_no_accuracy_of_a_regression(outputs, labels):
+def test_there_is_no_accuracy_of_a_regression(outputs, targets):
     """Broadcasting would return a meaningless number."""
     with pytest.raises(UsageError, match="accuracy needs .*# yours: the metrics"):
-        models.top(1)(outputs, labels)
+        models.top(1)(outputs, targets)
 
 
 def test_a_model_without_a_classifier_cannot_be_frozen():
@@ -60,10 +60,10 @@ def test_convolutions_are_in_channels_last_and_fit_the_gradients_of_cudnn(name, 
 
 
 @pytest.mark.parametrize(("metric", "said"), [
-    (lambda outputs, labels: outputs.mean(), r"'mine' returned shape \(\) for 3 samples"),
-    (lambda outputs, labels: 0.5, "'mine' returned float for 3 samples")])
+    (lambda outputs, targets: outputs.mean(), r"'mine' returned shape \(\) for 3 samples"),
+    (lambda outputs, targets: 0.5, "'mine' returned float for 3 samples")])
 def test_a_metric_of_another_size_is_named(metric, said):
-    outputs, labels = torch.ones(3, 2), torch.zeros(3)
-    assert models.sum_metrics({"mine": lambda outputs, labels: outputs[:, :1]}, outputs, labels) == [3.0]
+    outputs, targets = torch.ones(3, 2), torch.zeros(3)
+    assert models.sum_metrics({"mine": lambda outputs, targets: outputs[:, :1]}, outputs, targets) == [3.0]
     with pytest.raises(UsageError, match=said):
-        models.sum_metrics({"mine": metric}, outputs, labels)
+        models.sum_metrics({"mine": metric}, outputs, targets)

@@ -84,8 +84,8 @@ def test_smoothing_is_of_a_copy_and_of_a_loss_that_has_it():
     criterion = torch.nn.CrossEntropyLoss()
     smoothed = recipe.smooth(criterion, 0.1)
     assert (criterion.label_smoothing, smoothed.label_smoothing) == (0.0, 0.1)
-    outputs, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
-    assert torch.equal(smoothed(outputs, labels), torch.nn.CrossEntropyLoss(label_smoothing=0.1)(outputs, labels))
+    outputs, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    assert torch.equal(smoothed(outputs, targets), torch.nn.CrossEntropyLoss(label_smoothing=0.1)(outputs, targets))
     with pytest.raises(errors.UsageError, match="--label-smoothing 0.1: MSELoss does not support it"):
         recipe.smooth(torch.nn.MSELoss(), 0.1)
     recipe.smooth(torch.nn.MSELoss(), 0)

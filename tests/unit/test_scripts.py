@@ -185,8 +185,8 @@ def test_what_fsdp_is_asked_for(script, monkeypatch):
         (unit, wanted)), raising=False)
     monkeypatch.setattr(module, "fully_shard", lambda unit, **options: (
         units.append((unit, options)), shard(unit, **options))[1])
-    monkeypatch.setattr(module, "criterion", lambda outputs, labels: (
-        seen.append(outputs.dtype), criterion(outputs, labels))[1])
+    monkeypatch.setattr(module, "criterion", lambda outputs, targets: (
+        seen.append(outputs.dtype), criterion(outputs, targets))[1])
     module.main(args)
     found = [unit for unit, _ in units]
     assert len(found) > 2 and asked == [(unit, True) for unit in found[-1:] + found[:-1]]
@@ -250,10 +250,10 @@ class Overflowing(torch.nn.CrossEntropyLoss):
 
     calls = 0
 
-    def forward(self, outputs, labels):
+    def forward(self, outputs, targets):
         self.calls += torch.is_grad_enabled()
         total = outputs.float().sum() * 1e9 * (self.calls == 5)
-        return super().forward(outputs, labels) + total - total.detach()
+        return super().forward(outputs, targets) + total - total.detach()
 
 
 def test_an_overflow_in_one_micro_batch_skips_the_step(script, tmp_path, monkeypatch):
