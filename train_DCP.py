@@ -24,7 +24,7 @@ from itertools import islice
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # FSDP
-from common import initial, layers, recipe, shards
+from common import clipping, initial, layers, recipe, shards
 
 # new # elastic
 from common import signals
@@ -300,7 +300,7 @@ def main(args):
             loss.backward()
 
             # new # FSDP: clip by the norm over all shards
-            shards.clip_grad_norm(model.parameters(), args.clip_norm)
+            clipping.clip_grad_norm(model.parameters(), args.clip_norm)
 
             optimizer.step()
             # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()

@@ -21,7 +21,7 @@ from functools import partial
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # PP
-from common import initial, pipeline, shards
+from common import clipping, initial, pipeline, shards
 
 import torch
 
@@ -234,7 +234,7 @@ def main(args):
             loss = sum(losses, torch.zeros((), device=device)) / micro_batches
 
             # new # PP: clip by the norm over all stages
-            shards.clip_grad_norm(model.parameters(), args.clip_norm, dist.group.WORLD)
+            clipping.clip_grad_norm(model.parameters(), args.clip_norm, dist.group.WORLD)
 
             optimizer.step()
             # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()

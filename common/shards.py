@@ -5,7 +5,7 @@ shard. In a pipeline (`train_PP.py`), tensors that another process has are on th
 """
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -272,41 +272,3 @@ def fill(model: nn.Module, weights: Weights, device: torch.device,
         if not place.is_meta:
             place.copy_(_cut(whole, place) if is_sharded(place) and not is_sharded(whole) else whole)
     return model
-
-
-@torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
-                   group: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()) -> Tensor | None:
-    """Scale the gradients of `parameters` down to the norm `max_norm` if their norm is greater; return their norm.
-
-    Without `max_norm`, the function does nothing and returns None. The norm is that of the full gradients; torch's
-    clip_grad_norm_ rejects parameters on different meshes. With `group`, whose processes have different parameters (the
-    stages of a pipeline), the norm covers the parameters of all these processes, except `copies` of parameters that
-    another process has. All processes must call this.
-    """
-    if max_norm is None:
-        return None
-    held = [parameter for parameter in parameters if not parameter.is_meta]
-    once = {id(copy) for copy in copies}
-    # keys: the process groups that have the other shards, and whether the gradients count toward the norm
-    parts: dict[tuple, list[Tensor]] = {}
-    for parameter, gradient in [(each, each.grad) for each in held if each.grad is not None]:
-        groups: tuple = ()
-        if is_sharded(gradient):
-            mesh, placements = gradient.device_mesh, gradient.placements
-            groups = tuple(mesh.get_group(i) for i, place in enumerate(placements) if not place.is_replicate())
-            gradient = gradient.to_local()
-        parts.setdefault((groups, id(parameter) not in once), []).append(gradient)
-    squares = []
-    for groups, local in [(groups, local) for (groups, counts), local in parts.items() if counts]:
-        squares.append(torch.nn.utils.get_total_norm(local).square())  # runs few kernels for any number of gradients
-        for each in groups:
-            dist.all_reduce(squares[-1], group=each)
-    # a pipeline stage may have only frozen layers
-    total = torch.stack(squares).sum() if squares else held[0].new_zeros(())
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    norm = total.sqrt()
-    for local in parts.values():
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1))
-    return norm

@@ -27,7 +27,7 @@ from itertools import islice
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # FSDP
-from common import initial, layers, recipe, shards
+from common import clipping, initial, layers, recipe, shards
 
 # new # TP
 from common import tensor_parallel
@@ -444,7 +444,7 @@ def main(args):
 
             # new # 4D: copies of a tied embedding get the summed gradient; the norm covers all stages
             stages.sum_tied(model, group)
-            shards.clip_grad_norm(model.parameters(), args.clip_norm, group, stages.tied(model, group))
+            clipping.clip_grad_norm(model.parameters(), args.clip_norm, group, stages.tied(model, group))
 
             optimizer.step()
             # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()

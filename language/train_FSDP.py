@@ -18,7 +18,7 @@ from datetime import timedelta
 from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
 
 # new # FSDP
-from common import initial, layers, recipe, shards
+from common import clipping, initial, layers, recipe, shards
 
 from common.recipe import WarmUp
 from . import gpt, llama, text
@@ -237,7 +237,7 @@ def main(args):
             loss.backward()
 
             # new # FSDP: clip by the norm over all shards
-            shards.clip_grad_norm(model.parameters(), args.clip_norm)
+            clipping.clip_grad_norm(model.parameters(), args.clip_norm)
 
             optimizer.step()
             # yours: a scheduler that steps after every batch; clip gradients above optimizer.step()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
 from benchmarks.memory import Storages
-from common import folders, initial, layers, models, pipeline, shards
+from common import clipping, folders, initial, layers, models, pipeline, shards
 from common.errors import UsageError
 
 TORCH = TorchVersion(torch.__version__)
@@ -101,17 +101,26 @@ def test_nested_values_come_apart_and_together():
     assert shards.nest(dict(shards.flatten(content))) == content
 
 
-def test_a_stage_whose_layers_are_frozen_has_nothing_to_clip():
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    assert shards.clip_grad_norm(frozen.parameters(), 1.0) == 0
-    assert shards.clip_grad_norm(frozen.parameters(), None) is None
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["empty", "frozen", "copy"])
+def test_a_stage_may_have_no_gradient_that_counts(group, kind, sharded):
+    """The other stages of a pipeline may have some, so this process must take part in the sum."""
+    layer = nn.Linear(2, 2, bias=False).requires_grad_(kind == "copy")
+    if sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    parameters = [] if kind == "empty" else [*layer.parameters()]
+    if kind == "copy":
+        layer(torch.ones(2, 2)).sum().backward()
+    for pipeline_group in (None, group):
+        assert clipping.clip_grad_norm(parameters, 1.0, pipeline_group, parameters) == 0
+    assert clipping.clip_grad_norm(parameters, None) is None
 
 
 def test_a_copy_is_scaled_but_does_not_count(group):
     """As a tied embedding on the last stage: another stage counts its gradient."""
     weight, copy = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     weight.grad, copy.grad = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
-    assert shards.clip_grad_norm([weight, copy], 1.0, group, [copy]) == 5
+    assert clipping.clip_grad_norm([weight, copy], 1.0, group, [copy]) == 5
     assert weight.grad.norm() == copy.grad.norm() == pytest.approx(1)
 
 
@@ -128,7 +137,7 @@ def test_batchnorm_is_refused_where_it_would_be_wrong(options, named):
 def test_clipping_without_shards_is_torchs(limit):
     model = models.create_model("cnn", 10, (1, 28, 28))
     found = []
-    for clip in (torch.nn.utils.clip_grad_norm_, shards.clip_grad_norm):
+    for clip in (torch.nn.utils.clip_grad_norm_, clipping.clip_grad_norm):
         model.zero_grad()
         model(torch.ones(2, 1, 28, 28)).square().sum().backward()
         found.append((float(clip(model.parameters(), limit)), [part.grad.clone() for part in model.parameters()]))
