@@ -111,12 +111,13 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
     sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
-    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
+    train_options = datasets.loader_options(args.workers, device, train_set)
+    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
     val_share = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **val_options)
 
     normalize = datasets.Normalize(train_set).to(device)
 
@@ -135,7 +136,7 @@ def main(args):
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
     parallel_model = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
+        model, gradient_as_bucket_view=True, **reduce.NO_BUFFER_BROADCAST,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD

@@ -134,13 +134,14 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
     sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
-    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
+    train_options = datasets.loader_options(args.workers, device, train_set)
+    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # FSDP: each forward pass gathers weights, so every rank must take part in it
     val_share = shards.EvenShare(len(val_set), rank, world_size)
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **val_options)
 
     normalize = datasets.Normalize(train_set).to(device)
 

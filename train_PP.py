@@ -150,13 +150,14 @@ def main(args):
     micro_batches = pipeline.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
     sampler = DistributedSampler(train_set, 1, 0, seed=datasets.mix(args.seed), drop_last=True)
 
-    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
+    train_options = datasets.loader_options(args.workers, device, train_set)
+    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # PP
     val_share = range(len(val_set))
 
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **val_options)
 
     normalize = datasets.Normalize(train_set).to(device)
 

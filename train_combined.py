@@ -3,7 +3,7 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts fail without this
     torchrun --nproc-per-node=gpu --max-restarts=3 train_combined.py --resume auto
     torchrun --nproc-per-node=gpu train_combined.py --dataset cifar100 --model resnet18 --batch-size 1024 \
-        --clip-norm 1 --warm-up 500 --ema 0.999 --label-smoothing 0.1 --compile
+        --clip-norm 1 --warmup-steps 500 --ema 0.999 --label-smoothing 0.1 --compile
     torchrun --nproc-per-node=2 train_combined.py --accum-steps 1 --precision fp32  # like train_DDP.py
 
 Parents: train_amp.py, train_grad_accum.py, train_elastic.py
@@ -87,9 +87,11 @@ def parse_args():
     # new # grad_accum
     parser.add_argument("--accum-steps", type=cli.positive_int, default=4, help="micro-batches per step")
 
-    # new # combined: the options of a training recipe, which are off by default
-    parser.add_argument("--warm-up", type=cli.count, default=0, help="steps until the full learning rate")
+    # new # combined: options of a training recipe, which are off by default
+    parser.add_argument("--warmup-steps", type=cli.count, default=0, help="steps until the full rate")
     parser.add_argument("--label-smoothing", type=cli.fraction, default=0, help="in the training loss only")
+
+    # new # combined: more options, which are off by default
     parser.add_argument("--ema", type=cli.fraction, default=0, help="decay of the averaged weights; 0: none")
     parser.add_argument("--compile", action="store_true", help="compile each block of the model")
     parser.add_argument("--compress", choices=["bf16", "powersgd"], help="how to compress DDP's gradients")
@@ -127,13 +129,13 @@ def evaluate(model, loader, normalize, device):
     return loss / count, metrics
 
 
-# new # combined: the metrics of the averaged weights, with the BatchNorm statistics of the model
-def evaluate_average(average, model, loader, normalize, device):
+# new # combined: the metrics of the averaged weights, with the buffers of the model, such as BatchNorm's
+def evaluate_average(average, model, *others):
     if not (average and average.n_averaged):
         return {}
     for own, buffer in zip(average.module.buffers(), model.buffers()):
         own.copy_(buffer)
-    _, metrics = evaluate(average.module, loader, normalize, device)
+    _, metrics = evaluate(average.module, *others)
     return {f"ema_{name}": value for name, value in metrics.items()}
 
 
@@ -170,16 +172,17 @@ def main(args):
     if args.accum_steps > local_batch_size:
         raise errors.UsageError(f"--accum-steps {args.accum_steps} > {local_batch_size} samples per process")
 
-    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
+    train_options = datasets.loader_options(args.workers, device, train_set)
+    val_options = datasets.loader_options(args.workers, device, val_set)
 
     # new # elastic: loader workers ignore the signals of Slurm or a launcher; this process handles them
-    options = [of_set | {"worker_init_fn": signals.shield_worker} for of_set in options]
+    train_options["worker_init_fn"] = val_options["worker_init_fn"] = signals.shield_worker
 
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
     val_share = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **val_options)
 
     normalize = datasets.Normalize(train_set).to(device)
 
@@ -202,21 +205,25 @@ def main(args):
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
     parallel_model = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
+        model, gradient_as_bucket_view=True, **reduce.NO_BUFFER_BROADCAST,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # amp: small gradients vanish in fp16; scaling the loss prevents that
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.precision]
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    state["scaler"] = scaler
 
-    # new # combined: amp: fp16 skips steps that overflow; warm-up and average ignore those steps
-    state["warm_up"] = recipe.WarmUp(optimizer, args.warm_up)
+    # new # combined: amp: fp16 skips steps that overflow; the warm-up does not count them
+    warmup = recipe.WarmUp(optimizer, args.warmup_steps)
+    state["warmup"] = warmup
+
+    # new # combined: amp: the average does not count skipped steps, either
     average = AveragedModel(model) if args.ema else None
     if average:
         state["average"] = average
@@ -224,6 +231,8 @@ def main(args):
 
     # new # combined: evaluate() measures the loss without smoothing
     train_criterion = recipe.smooth(criterion, args.label_smoothing)
+
+    # new # combined: DDP: compress the gradients that DDP sends; trace a few steps
     recipe.compress(parallel_model, args.compress, scaler.is_enabled())
     if args.profile:
         recipe.trace(folder, device, optimizer, rank)
@@ -300,6 +309,8 @@ def main(args):
 
                     # new # combined: amp + grad_accum: run each micro-batch under autocast
                     with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
+
+                        # new # combined: grad_accum: the training loss, which can smooth labels
                         loss = train_criterion(parallel_model(normalize(part)), part_targets)
 
                     loss = loss * len(part_targets) / local_batch_size
@@ -380,7 +391,7 @@ def main(args):
         lr = optimizer.param_groups[0]["lr"]
 
         # new # combined: show the learning rate of the last update
-        lr *= state["warm_up"].factor
+        lr *= warmup.factor
 
         scheduler.step()  # yours: the scheduler's step, on all ranks; you can pass val_loss or score
         is_best, best_score = score > best_score, max(best_score, score)
@@ -406,7 +417,7 @@ def main(args):
         scalars = shown | {"learning_rate": lr, "seconds": seconds, "images_per_second": speed}
 
         # new # combined: amp: there are fewer updates than steps if fp16 skipped some
-        scalars["updates"] = state["warm_up"].done
+        scalars["updates"] = warmup.done
 
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)

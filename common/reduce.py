@@ -11,7 +11,7 @@ from . import devices, launch
 from .errors import UsageError
 
 # An argument of DDP, renamed in torch 2.13, that turns off the broadcast of rank 0's buffers in each forward pass
-OWN_BUFFERS = {"forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers": False}
+NO_BUFFER_BROADCAST = {"forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers": False}
 
 _stores: list[dist.Store] = []  # keeps the store alive: rank 0 may serve it
 

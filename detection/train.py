@@ -94,9 +94,10 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
-    val_loader = DataLoader(val_set, local_batch_size, **options[1])
+    train_options = datasets.loader_options(args.workers, device, train_set)
+    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
+    val_loader = DataLoader(val_set, local_batch_size, **val_options)
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model

@@ -130,12 +130,13 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
     sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
 
-    options = [datasets.loader_options(args.workers, device, part) for part in (train_set, val_set)]
-    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **options[0])
+    train_options = datasets.loader_options(args.workers, device, train_set)
+    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
     val_share = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **options[1])
+    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **val_options)
 
     normalize = datasets.Normalize(train_set).to(device)
 
@@ -154,7 +155,7 @@ def main(args):
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
     parallel_model = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, **reduce.OWN_BUFFERS,
+        model, gradient_as_bucket_view=True, **reduce.NO_BUFFER_BROADCAST,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
     # yours: the optimizer; the learning rate grows linearly with the batch size for SGD, with its root for AdamW
@@ -167,11 +168,12 @@ def main(args):
         optimizer = torch.optim.SGD(groups, lr, args.momentum, nesterov=args.momentum > 0)
     factor = yolov3.schedule(args.schedule, args.epochs, args.lrf, args.warmup_epochs)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # amp: small gradients vanish in fp16; scaling the loss prevents that
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.precision]
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    state["scaler"] = scaler
 
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
 

@@ -150,7 +150,9 @@ def compare(path: Path) -> list[Block]:
                 replaced = [line for _, line in gone[:size] if CODE.match(line)]
                 block.removed, gone, body = [at for at, _ in gone[:size]] or block.removed, gone[size:], code[block.first]
                 block.replaced += replaced
-                block.changed = max(block.changed, len(body), len(replaced))
+                # of several parents, one often has what takes the place of another's lines
+                lines_gone = 0 if body and len(parents_of(path)) > 1 else len(replaced)
+                block.changed = max(block.changed, len(body), lines_gone)
                 if {*body} & {*replaced}:
                     raise BrokenRule(f"{path}:{block.first}: not all of this block is new")
     for block in own:
