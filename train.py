@@ -10,7 +10,6 @@ import atexit
 import time
 
 from common import checkpoint, cli, datasets, devices, endings, errors, models
-
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.tensorboard import SummaryWriter

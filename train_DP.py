@@ -9,7 +9,6 @@ import atexit
 import time
 
 from common import checkpoint, cli, datasets, devices, endings, errors, models
-
 import torch
 
 # new # DP
