@@ -1,7 +1,11 @@
 """Every script is a small, marked diff of its parents."""
+import ast
 import functools
+import json
 import re
 import subprocess
+import sys
+from collections import Counter
 
 import markers
 import pytest
@@ -175,3 +179,80 @@ def test_a_script_of_several_parents_takes_each_line_from_one_of_them(family):
 def test_a_script_without_a_parent_has_no_blocks(family):
     with pytest.raises(markers.BrokenRule, match="not in a block"):
         family("train.py", PARENT + "\n    # new # main\n    print(1)\n")
+
+
+def run(*arguments):
+    command = [sys.executable, "tools/markers.py", *arguments]
+    return subprocess.run(command, cwd=markers.ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=markers.name_of)
+def test_a_plain_script_does_the_same_and_keeps_each_line(path):
+    plain = markers.plain(path)
+    assert ast.dump(ast.parse(plain)) == ast.dump(ast.parse(path.read_text()))
+    assert "# new #" not in plain and not re.search(r"\n\n\n(\n|[ ])", plain)
+    reasons = map(re.escape, re.findall("^ *# new # .*: (.*)", path.read_text(), re.M))
+    assert re.search(".*".join(reasons), plain, re.S)
+    kept = iter(plain.splitlines())
+    for line in path.read_text().splitlines():
+        assert not line or markers.MARKER.fullmatch(line) or line in kept, line
+    if not markers.parents_of(path):
+        assert plain == path.read_text()
+
+
+def test_a_plain_script_reads_as_if_written_at_once(family, tmp_path):
+    """Only the reasons of blocks stay, without the ideas that they name; blank lines stay where the parent has them."""
+    family("train_child.py", CHILD.replace(
+        "    print(os", "    # new # child: child: an empty line\n    print()\n\n    print(os"))
+    assert markers.plain(tmp_path / "train_child.py") == '''"""The child.
+
+Parent: train.py
+"""
+import os
+import sys
+
+
+def main():
+    # why it counts to three
+    for number in range(3):
+        # standard error keeps order
+        print(number, file=sys.stderr)
+    # an empty line
+    print()
+    print(os.sep)
+'''
+
+
+def test_the_command_prints_a_plain_script():
+    result = run("--plain", "train_DDP.py")
+    assert (result.returncode, result.stdout) == (0, markers.plain(markers.ROOT / "train_DDP.py"))
+    assert "name one of the scripts: loader.py" in run("--plain").stderr
+    assert run("--plain", "tools/markers.py").returncode == 2
+
+
+def test_the_blocks_as_json_suffice_to_undo_them():
+    """Each script's lines outside its own blocks and the lines that these replace are those of its parent."""
+    blocks = json.loads(run("--json").stdout)
+    assert {block["script"] for block in blocks} == {markers.name_of(path) for path in SCRIPTS if compare(path)
+                                                     or markers.parents_of(path)}
+    for path in CHILDREN:
+        lines, [parent] = markers.numbered(path, []), markers.parents_of(path)
+        here = [block for block in blocks if block["script"] == markers.name_of(path)]
+        for block in here:
+            marker = markers.MARKER.fullmatch(path.read_text().splitlines()[block["first"] - 1])
+            assert (block["tag"], block["reason"]) == (marker[1], marker[2] or "")
+        own = {number for block in here if block["own"] for number in range(block["first"], block["last"] + 1)}
+        replaced = {number for block in here for number in block["replaces"].get(markers.name_of(parent), [])}
+        undone = [line for number, line in lines if number not in own]
+        undone += [line for number, line in markers.numbered(parent, []) if number in replaced]
+        assert Counter(undone) == Counter(line for _, line in markers.numbered(parent, []))
+
+
+def test_the_blocks_of_one_script_name_what_they_replace_in_each_parent():
+    blocks = json.loads(run("--json", "train_combined.py").stdout)
+    assert {block["script"] for block in blocks} == {"train_combined.py"}
+    assert {block["tag"] for block in blocks if block["own"]} == {"combined"}
+    [rate] = [block for block in blocks if block["reason"].startswith("amp + grad_accum: all")]
+    lines = {name: (markers.ROOT / name).read_text().splitlines() for name in rate["replaces"]}
+    replaced = {lines[name][number - 1].strip() for name in lines for number in rate["replaces"][name]}
+    assert "train_grad_accum.py" in lines and replaced == {"loss.backward()"}

@@ -1,6 +1,8 @@
 """Check that the `# new # TAG` blocks of each script mark exactly where it differs from its parents.
 
-    python tools/markers.py          # prints scripts, parents and numbers of changed lines, or the first broken rule
+    python tools/markers.py                   # prints scripts, parents and counts of changed lines, or a broken rule
+    python tools/markers.py --plain SCRIPT    # prints a script without markers and their blank lines, to carry away
+    python tools/markers.py --json [SCRIPT]   # prints all blocks of all scripts or one, and what their own replace
 
 1. A marker is `# new # TAG` or `# new # TAG: why`, alone on its line. TAG is the file name after `_`: amp, DDP.
    The reason can begin with tags of other ideas that the block adapts to: `# new # combined: amp + grad_accum: why`.
@@ -13,9 +15,11 @@
 6. A marker heads code. Only where a script just removes lines, its own block is one comment that says so, which its
    children keep. A comment `# yours: ...` also heads something.
 """
+import argparse
 import ast
 import dataclasses
 import difflib
+import json
 import re
 import sys
 from pathlib import Path
@@ -32,14 +36,15 @@ class BrokenRule(Exception):
 
 @dataclasses.dataclass
 class Block:
-    """The 1-based lines `first` to `last`, marker included, and the parent's lines and code that they replace."""
+    """The 1-based lines `first` to `last`, marker included, and the parent's lines that they replace."""
     first: int
     last: int
     tag: str
     reason: str
     removed: list[int] = dataclasses.field(default_factory=list)
-    replaced: list[str] = dataclasses.field(default_factory=list)
     changed: int = 0
+    replaced: dict[Path, list[int]] = dataclasses.field(default_factory=dict)  # `removed` by parent
+    lost: list[str] = dataclasses.field(default_factory=list)  # the code in these lines
 
 
 def scripts(root: Path = ROOT) -> list[Path]:
@@ -108,7 +113,7 @@ def _superseded(path: Path, block: Block, lines: list[str]) -> bool:
     while block.tag != path.stem.partition("_")[2]:
         path = next(parent for parent in parents_of(path) for own in find_blocks(parent) if own.tag == block.tag)
     found = next(own for own in compare(path) if text_of(path, own) == text)
-    return bool(found.replaced) and not {*found.replaced} & {*lines}
+    return bool(found.lost) and not {*found.lost} & {*lines}
 
 
 def compare(path: Path) -> list[Block]:
@@ -148,8 +153,9 @@ def compare(path: Path) -> list[Block]:
             for block in here:
                 size = len(gone) if block is here[-1] else block.last - block.first
                 replaced = [line for _, line in gone[:size] if CODE.match(line)]
-                block.removed, gone, body = [at for at, _ in gone[:size]] or block.removed, gone[size:], code[block.first]
-                block.replaced += replaced
+                block.replaced[parent], gone, body = [at for at, _ in gone[:size]], gone[size:], code[block.first]
+                block.removed = block.replaced[parent] or block.removed
+                block.lost += replaced
                 # of several parents, one often has what takes the place of another's lines
                 lines_gone = 0 if body and len(parents_of(path)) > 1 else len(replaced)
                 block.changed = max(block.changed, len(body), lines_gone)
@@ -174,11 +180,82 @@ def compare(path: Path) -> list[Block]:
     return own
 
 
+def reason_of(block: Block, tags: set[str]) -> str:
+    """Return a block's reason without the ideas that it begins with; `tags` are those of its script."""
+    named, _, why = block.reason.partition(": ")
+    return why if why and tags.issuperset(named.split(" + ")) else block.reason
+
+
+def gaps(path: Path) -> dict[int, int]:
+    """Return how many blank lines the plain script has before each non-blank line below its docstring.
+
+    Around a block, it has as many as its plain parent has before the line that the block replaces or precedes.
+    An import of another package than that line's follows the other imports.
+    """
+    lines, top = path.read_text().splitlines(), ast.parse(path.read_text()).body[0].end_lineno or 0
+    filled = [number for number, _ in numbered(path, [])]
+    above = {number: number - before - 1 for before, number in zip([top, *filled], filled, strict=False)}
+    same, near = dict[int, int](), dict[int, int]()
+    for parent in parents_of(path):
+        old, theirs = numbered(parent, []), gaps(parent)
+        matcher = difflib.SequenceMatcher(None, [line for _, line in old], [lines[at - 1] for at in filled], False)
+        pairs = {match.b + i: match.a + i for match in matcher.get_matching_blocks() for i in range(match.size)}
+        at = 0  # in `old`: what the line is, or what it replaces or precedes
+        for i, number in enumerate(filled):
+            at = pairs.get(i, at)
+            if at < len(old):
+                package = re.match(r"(?:# new .*\n)?(?:import|from) (\w*)", "\n".join(lines[number - 1:number + 1]))
+                alone = i not in pairs and package and not re.match(rf"\w+ {package[1]}\b", old[at][1])
+                most = 0 if alone else 1 if lines[number - 1].startswith(" ") else 2
+                (same if i in pairs else near).setdefault(number, min(theirs[old[at][0]], most))
+            at += i in pairs
+    blocks = find_blocks(path)
+    edges = {number for before, number in zip([top, *filled], filled, strict=False)
+             for block in blocks if number == block.first or before == block.last}
+    return above | {number: size for number, size in (near | same).items() if number in edges}
+
+
+def plain(path: Path) -> str:
+    """Return a script without markers and the blank lines around them; a marker's reason becomes a comment."""
+    lines, tags = path.read_text().splitlines(), {block.tag for block in find_blocks(path)}
+    kept, above = lines[:ast.parse(path.read_text()).body[0].end_lineno], gaps(path)
+    reasons = {block.first: reason_of(block, tags) for block in find_blocks(path)}
+    for number, blank in above.items():
+        line = lines[number - 1]
+        kept += [""] * blank
+        if reasons.get(number, line):
+            indent = line[:len(line) - len(line.lstrip())]
+            kept.append(f"{indent}# {reasons[number]}" if number in reasons else line)
+    return "\n".join(kept) + "\n"
+
+
+def described(path: Path) -> list[dict[str, object]]:
+    """Return all blocks of a script for other programs; only own blocks replace lines of a parent."""
+    own = {block.first: block.replaced for block in compare(path)}
+    return [{"script": name_of(path), "tag": block.tag, "reason": block.reason, "first": block.first,
+             "last": block.last, "own": block.first in own,
+             "replaces": {name_of(parent): at for parent, at in own.get(block.first, {}).items() if at}}
+            for block in find_blocks(path)]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", nargs="?", type=Path, help="the only script to print (default: all)")
+    parser.add_argument("--plain", action="store_true", help="print the script without markers")
+    parser.add_argument("--json", action="store_true", help="print all blocks as JSON")
+    args = parser.parse_args()
+    chosen = scripts() if args.script is None else [args.script.resolve()]
+    if args.plain and args.script is None or not set(chosen) <= set(scripts()):
+        parser.error(f"name one of the scripts: {', '.join(map(name_of, scripts()))}")
     try:
-        for path in scripts():
-            name, *parents = map(name_of, [path, *parents_of(path)])
-            print(f"{name:20} {', '.join(parents) or '-':16} {sum(b.changed for b in compare(path)):3} changed lines")
+        if args.plain:
+            print(plain(chosen[0]), end="")
+        elif args.json:
+            print(json.dumps([block for path in chosen for block in described(path)], indent=1))
+        else:
+            for path in chosen:
+                names, changed = [name_of(parent) for parent in parents_of(path)], sum(b.changed for b in compare(path))
+                print(f"{name_of(path):20} {', '.join(names) or '-':16} {changed:3} changed lines")
     except BrokenRule as error:
         sys.exit(f"error: {error}")
 
