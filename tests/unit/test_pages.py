@@ -12,7 +12,8 @@ import torch.distributed as dist
 from conftest import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *DOCS.glob("**/*.md"))]
+PAGES = [path.relative_to(ROOT).as_posix() for pages in ("*.md", "[a-z]*/*.md", "docs/*/*.md")
+         for path in ROOT.glob(pages)]
 EXAMPLES = runpy.run_path(str(DOCS / "examples/errors.py"))
 ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").read_text().splitlines()
         if line.startswith("| ") and not line.startswith("| the terminal")]

@@ -4,10 +4,11 @@ import os
 import re
 import shlex
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import FROM_ROOT, PROGRAMS, PYTHON, ROOT, command, copy_out, good, replace_lines, run
+from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, replace_lines, run
 
 import verify
 from verify.comparing import Failure, printed_differ
@@ -15,7 +16,8 @@ from verify.explaining import REMEDIES, Difference, first_module, learning_rate,
 from verify.records import Row, Run, match
 from verify.watching import new_order, watch
 
-# What the ranks of each mistake recorded: tests/programs/mistakes.py
+HERE = Path(__file__).parent
+# What the ranks of each mistake recorded: mistakes.py
 CAUSES = {
     "weights of each rank": "start", "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr",
     "no set_epoch": "set-epoch", "summed loss": "scale", "rate times 2": "learning-rate",
@@ -41,7 +43,7 @@ def records(tmp_path_factory):
     if not hasattr(os, "fork"):
         pytest.skip("this system cannot fork")
     folder = tmp_path_factory.mktemp("records")
-    good(run(PYTHON, PROGRAMS / "mistakes.py", folder, env=FROM_ROOT))
+    good(run(PYTHON, HERE / "mistakes.py", folder, env=FROM_ROOT))
     return folder
 
 
@@ -153,7 +155,7 @@ def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
 
 def test_a_run_that_fails_does_not_differ(records, tmp_path):
     """verify reports its error, not the missing steps that follow from it."""
-    failed = verify.record(f"{PYTHON} {PROGRAMS / 'ending.py'} error", tmp_path / "run", 60)
+    failed = verify.record(f"{PYTHON} {HERE / 'ending.py'} error", tmp_path / "run", 60)
     assert "a picture is broken" in failed.said
     assert verify.compare(records / "well", tmp_path / "run", failed=(None, failed))["cause"] is None
     assert verify.compare(records / "well", tmp_path / "run")["cause"] == "batch-size"
@@ -234,6 +236,21 @@ def test_only_an_order_that_is_shuffled_must_change(shuffled, cause):
              {"event": "epoch", "shuffled": shuffled}]
     found = new_order(Run("the run", [(0, 2 * epoch)]), None)
     assert (found and found[0]) == cause
+
+
+@pytest.mark.drill
+def test_another_rate_is_named_as_the_cause(tmp_path):
+    """The run ends after three steps; run() checks that no process is left."""
+    commands = [f"python train.py {shlex.join(SAME)} --output-dir {tmp_path}/one",
+                f"torchrun --nproc-per-node=2 train_DDP.py {shlex.join(SAME)} --lr 0.1 --output-dir {tmp_path}/two"]
+    result = run(PYTHON, "-m", "verify", "--steps", "3", "--json", tmp_path / "report.json", *commands)
+    assert result.code == 1, result.out + result.err
+    assert result.out.splitlines()[:4] == [f"A: {commands[0]}", "   1 rank(s), 3 steps, float64 precision",
+                                           f"B: {commands[1]}", "   2 rank(s), 3 steps, float64 precision"]
+    assert "\ncause: learning-rate: " in result.out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["verdict"], report["cause"], report["step"], report["ranks"]) == (
+        "different", "learning-rate", 1, [1, 2])
 
 
 LANGUAGE = ["--epochs", "1", "--batch-size", "12", "--windows", "26", "--length", "32", "--sample", "", "--device",

@@ -1,10 +1,10 @@
-"""Measure verify on the programs in tests/bugs, which reproduce bugs of other projects in these projects' styles.
+"""Measure verify on the programs in this folder, which reproduce bugs of other projects in these projects' styles.
 
-    python -m benchmarks.bugs                       # everything (an hour on two cores), and the table in docs/verify.md
-    python -m benchmarks.bugs trainer experts       # some programs, without the table
-    python -m benchmarks.bugs --show trainer no-set-epoch     # the wrong form of a program, as a diff
+    python -m verify.bugs                       # everything (an hour on two cores), and the table in verify/README.md
+    python -m verify.bugs trainer experts       # some programs, without the table
+    python -m verify.bugs --show trainer no-set-epoch     # the wrong form of a program, as a diff
 
-Each program in tests/bugs is correct as it is. Its docstring gives the commands A and B that train the same model,
+Each program is correct as it is. Its docstring gives the commands A and B that train the same model,
 and its bugs:
 
     A: python {}
@@ -42,7 +42,8 @@ import torch
 from benchmarks import measure, tables
 from benchmarks.tables import ROOT
 
-FOLDER, PAGE, RESULT = ROOT / "tests/bugs", ROOT / "docs/verify.md", ROOT / "benchmarks/results/bugs.json"
+FOLDER = Path(__file__).resolve().parent
+PAGE, RESULT = FOLDER.parent / "README.md", FOLDER / "results.json"
 SWITCH = re.compile(r"^(?P<indent> *)(?P<line>.*?) *# wrong (?P<name>[\w-]+): ?(?P<code>.*)$")
 EXAMPLES = [  # of docs/your-own-loop.md: example, bug, cause, the right line, the wrong line, issue
     ("schedule", "schedule-wrong", "rank-lr", "plateau.step(val_loss)",
@@ -94,8 +95,8 @@ def read(path):
 
 
 def programs():
-    """Return {name: Program}: the programs in tests/bugs, and the examples of docs/your-own-loop.md."""
-    found = {path.stem: read(path) for path in sorted(FOLDER.glob("*.py"))}
+    """Return {name: Program}: the programs in this folder, and the examples of docs/your-own-loop.md."""
+    found = {path.stem: read(path) for path in sorted(FOLDER.glob("[!_]*.py"))}
     for name, bug, cause, *line, text in EXAMPLES:
         pair = ["python {}", "torchrun --nproc-per-node=2 {}"]
         example = Program(name, ROOT / f"docs/examples/{name}.py", pair, [], {})
@@ -165,7 +166,7 @@ def right(row, program):
 
 
 def table(rows, found):
-    """Return the table of docs/verify.md as Markdown, and a line with the cases that verify got wrong."""
+    """Return the table of verify/README.md as Markdown, and a line with the cases that verify got wrong."""
     correct, wrong = ([row for row in rows if bool(row["bug"]) == kind] for kind in (False, True))
     answers = [right(row, found[row["program"]]) for row in wrong]
     public = {link for row in wrong for link in re.findall(r"github.com/(\S+?)/(?:issues|pull)/(\d+)",
@@ -215,7 +216,7 @@ def main():
             print(f"      {row['message']}", flush=True)
     if not args.names:
         print(table(rows, found))
-        tables.save(RESULT, {"machine": measure.machine(torch.device("cpu"), "verify", "tests/bugs"), "rows": rows})
+        tables.save(RESULT, {"machine": measure.machine(torch.device("cpu"), "verify"), "rows": rows})
         tables.fill(PAGE, ["\n" + table(rows, found) + "\n\n"])
     return 0
 

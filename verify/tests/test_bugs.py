@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from benchmarks import bugs
+from verify.bugs import __main__ as bugs
 
 FOUND = bugs.programs()
 ROWS = [row for row in json.loads(bugs.RESULT.read_text())["rows"] if row["program"] in FOUND]
-# docs/verify.md names these. When verify learns one, `python -m benchmarks.bugs` measures again
+# verify/README.md names these. When verify learns one, `python -m verify.bugs` measures again
 NOT_AS_EXPECTED = {row["bug"] or row["program"] for row in ROWS if not all(bugs.right(row, FOUND[row["program"]]))}
 CASES = [pytest.param(program, bug, id=name, marks=pytest.mark.xfail(
-    name in NOT_AS_EXPECTED, reason="not as expected: docs/verify.md", raises=AssertionError, strict=True))
+    name in NOT_AS_EXPECTED, reason="not as expected: verify/README.md", raises=AssertionError, strict=True))
          for program in FOUND.values()
          for name, bug in [(program.name, None), *program.bugs.items()]]
 
