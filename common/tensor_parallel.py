@@ -52,7 +52,7 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
     size, found = grid["tensor"].size(), {}
     for name, module in model.named_modules():
         if hasattr(module, "experts") and not any(fnmatch(f"{name}.experts", pattern) for pattern in plan):
-            raise UsageError(f"--model: {name} is a mixture of experts, which train_lm_EP.py can split")
+            raise UsageError(f"--model: {name} is a mixture of experts, which language/train_EP.py can split")
         heads = getattr(module, "heads", 0)
         if isinstance(heads, int) and heads % size:
             raise UsageError(f"--tensor-parallel {size}: does not divide the {heads} heads of {name}")

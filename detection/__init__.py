@@ -1,1 +1,1 @@
-"""Object detection, for `train_yolov3.py` and its children."""
+"""Object detection, for `detection/train.py` and its children."""

@@ -22,10 +22,10 @@ from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes
 from torchvision.utils import draw_bounding_boxes, make_grid
 
-from ..datasets import SPLIT_SEED, digits, mix
-from ..errors import ProcessError, UsageError, reason
-from ..images import decode
-from ..reduce import is_main_process
+from common.datasets import SPLIT_SEED, digits, mix
+from common.errors import ProcessError, UsageError, reason
+from common.images import decode
+from common.reduce import is_main_process
 
 DATASETS = ["scenes", "lines", "coco", "voc"]
 GRAY = 128  # gray level of the bars around a letterboxed image, as in darknet, the YOLO authors' program

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..reduce import get_rank, get_world_size
+from common.reduce import get_rank, get_world_size
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # IoU thresholds
 RECALLS = np.linspace(0, 1, 101)

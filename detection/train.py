@@ -1,4 +1,4 @@
-"""Train an object detector, YOLOv3, on one device: the baseline, with the order and the names of ../train.py.
+"""Train an object detector, YOLOv3, on one device: the baseline, with the order and names of ../train.py.
 
     python -m detection.train
     python -m detection.train --preview
@@ -108,7 +108,7 @@ def main(args):
         models.freeze_layers(model)
     models.to_device(model, device)  # convolutions in channels-last, the fastest layout
 
-    # yours: the optimizer; the learning rate grows linearly with the batch size for SGD, with its root for AdamW
+    # yours: the optimizer; the rate grows with the batch size for SGD, and with its square root for AdamW
     groups = models.parameter_groups(model, args.weight_decay)
     if args.optimizer == "adamw":
         lr = args.lr * (args.batch_size / 128) ** 0.5

@@ -158,7 +158,7 @@ def main(args):
         model, gradient_as_bucket_view=True, **reduce.NO_BUFFER_BROADCAST,
         find_unused_parameters=args.find_unused_parameters or args.deterministic)
 
-    # yours: the optimizer; the learning rate grows linearly with the batch size for SGD, with its root for AdamW
+    # yours: the optimizer; the rate grows with the batch size for SGD, and with its square root for AdamW
     groups = models.parameter_groups(model, args.weight_decay)
     if args.optimizer == "adamw":
         lr = args.lr * (args.batch_size / 128) ** 0.5

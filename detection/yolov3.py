@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import batched_nms, box_iou, complete_box_iou_loss
 
-from .. import cli, models
-from ..checkpoint import load_file
-from ..endings import report_errors
-from ..errors import UsageError, reason
-from ..reduce import is_main_process
+from common import cli, models
+from common.checkpoint import load_file
+from common.endings import report_errors
+from common.errors import UsageError, reason
+from common.reduce import is_main_process
 
 MODELS = ["tiny", "tiny-bn", "yolov3"]
 STRIDES = (8, 16, 32)  # pixels per cell; three anchors each, the smallest at stride 8
@@ -263,7 +263,7 @@ def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable
 
 
 def main() -> None:
-    """Write a model in the authors' format: python -m common.detection.yolov3 CHECKPOINT.pt FILE.weights"""
+    """Write a model in the authors' format: python -m detection.yolov3 CHECKPOINT.pt FILE.weights"""
     parser = cli.ArgumentParser(main.__doc__ or "")
     parser.add_argument("checkpoint", help="checkpoint of train_yolov3*.py with --model tiny-bn or yolov3")
     parser.add_argument("file", help="the file to write")

@@ -1,1 +1,1 @@
-"""Language models, for `train_lm.py` and its children."""
+"""Language models, for `language/train.py` and its children."""

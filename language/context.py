@@ -1,10 +1,10 @@
-"""How context parallelism divides a sequence over the processes of a group; for `train_lm_CP.py` and its children."""
+"""How context parallelism divides a sequence over the processes of a group; for `language/train_CP.py` and its children."""
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from common.errors import UsageError
 from . import gpt
 
 if TYPE_CHECKING:

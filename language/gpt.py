@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from ..reduce import get_world_size
+from common.reduce import get_world_size
 from .experts import Mixture
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -239,7 +239,7 @@ def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperatu
     if len(weight) != 256:
         return "no sample: the tokens are not bytes"
     if "forward" in vars(model):  # a pipeline's forward() accepts only whole batches
-        return "no sample: write one with train_lm.py --evaluate"
+        return "no sample: write one with language/train.py --evaluate"
     model.eval()
     divided = model.positions, model.attend
     model.positions, model.attend = None, attend

@@ -1,6 +1,6 @@
 """Hugging Face's format for Llama: load published weights, and export a checkpoint for transformers.
 
-    python -m common.language.llama runs/last.pt FOLDER --model gpt_tiny
+    python -m language.llama runs/last.pt FOLDER --model gpt_tiny
 
 This command writes config.json and model.safetensors, the files that
 `transformers.AutoModelForCausalLM.from_pretrained("FOLDER")` loads.
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint, cli, endings, models
-from ..errors import UsageError, reason
+from common import checkpoint, cli, endings, models
+from common.errors import UsageError, reason
 from . import gpt
 
 FIELDS = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads",

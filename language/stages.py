@@ -1,4 +1,4 @@
-"""How a pipeline divides a GPT into stages; for `train_lm_4D.py`."""
+"""How a pipeline divides a GPT into stages; for `language/train_4D.py`."""
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import pipeline, shards
-from ..errors import UsageError
+from common import pipeline, shards
+from common.errors import UsageError
 from .gpt import GPT
 
 if TYPE_CHECKING:

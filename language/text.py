@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..datasets import mix
-from ..errors import ProcessError, UsageError, reason
+from common.datasets import mix
+from common.errors import ProcessError, UsageError, reason
 
 DATASETS = ["stdlib", "text", "tokens"]
 BYTES, GPT2 = 256, 50257  # the sizes of the vocabularies

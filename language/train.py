@@ -1,4 +1,4 @@
-"""Train a language model on one device: the baseline, with the order and the names of ../train.py.
+"""Train a language model on one device: the baseline, with the order and names of ../train.py.
 
     python -m language.train
     python -m language.train --epochs 30 --sample "class Stack:"

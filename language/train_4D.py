@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 -m language.train_4D --resume auto
     torchrun --nproc-per-node=8 -m language.train_4D --pipeline-parallel 2 --tensor-parallel 2 --resume auto
-    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 -m language.train_4D
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 \
+        -m language.train_4D
     srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_4D
 
 Like ../train_DCP.py, this script saves folders, also within an epoch, and on SIGTERM or SIGUSR1.

@@ -1,8 +1,8 @@
 """Train a language model with one process per device on one or more hosts: DistributedDataParallel.
 
     torchrun --nproc-per-node=2 -m language.train_DDP
-    torchrun --nproc-per-node=gpu -m language.train_DDP --dataset tokens --data-path FOLDER --model gpt_124m \
-        --length 1024 --batch-size 480 --lr 6e-4
+    torchrun --nproc-per-node=gpu -m language.train_DDP --dataset tokens --data-path FOLDER \
+        --model gpt_124m --length 1024 --batch-size 480 --lr 6e-4
     srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_DDP
     python -m language.train_DDP
 

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 -m language.train_EP --model moe_tiny
     torchrun --nproc-per-node=8 -m language.train_EP --model moe_tiny --tensor-parallel 2 --length 512 --bf16
-    torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 -m language.train_EP
+    torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 \
+        -m language.train_EP
     srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_EP
 
 Parent: train_TP.py

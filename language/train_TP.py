@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 -m language.train_TP
     torchrun --nproc-per-node=8 -m language.train_TP --model gpt_1b --length 1024 --tensor-parallel 4 --bf16
-    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 -m language.train_TP
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST1:29400 \
+        -m language.train_TP
     srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_TP
 
 Parents: train_FSDP.py, ../train_TP.py

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=gpu --max-restarts=3 -m language.train_combined --resume auto
     torchrun --nproc-per-node=gpu -m language.train_combined --dataset tokens --data-path FOLDER \
         --model gpt_124m --length 1024 --batch-size 480 --lr 6e-4 --warmup-steps 700 --clip-norm 1 --compile
-    torchrun --nproc-per-node=2 -m language.train_combined --accum-steps 1 --precision fp32  # like train_DDP.py
+    torchrun --nproc-per-node=2 -m language.train_combined --accum-steps 1 --precision fp32  # as train_DDP
 
 Parents: train_DDP.py, ../train_combined.py
 """

@@ -38,9 +38,10 @@ def test_a_plain_diff_shows_the_docstring_and_the_own_blocks(path):
 # the most changed lines that an idea may need
 BUDGETS = {"train_DP.py": 5, "train_DDP.py": 44, "train_mp.py": 18, "train_amp.py": 16, "train_grad_accum.py": 16,
            "train_elastic.py": 46, "train_FSDP.py": 28, "train_TP.py": 16, "train_PP.py": 44, "train_DCP.py": 26,
-           "train_yolov3.py": 43, "train_lm.py": 40, "train_lm_DDP.py": 0, "train_lm_TP.py": 20, "train_lm_CP.py": 30,
-           "train_lm_4D.py": 40, "train_lm_EP.py": 40, "train_lm_DCP.py": 12, "minimal/train_DDP.py": 24,
-           "minimal/train_amp.py": 8, "minimal/train_resume.py": 14, "minimal/train_grad_accum.py": 10,
+           "language/train_DDP.py": 3, "language/train_combined.py": 8, "language/train_FSDP.py": 5,
+           "language/train_TP.py": 20, "language/train_CP.py": 30, "language/train_EP.py": 41,
+           "language/train_4D.py": 40, "detection/train_DDP.py": 3, "detection/train_amp.py": 4,
+           "minimal/train_DDP.py": 24, "minimal/train_amp.py": 8, "minimal/train_resume.py": 14, "minimal/train_grad_accum.py": 10,
            "minimal/train_FSDP.py": 16}
 
 
@@ -164,6 +165,49 @@ def test_what_a_reader_replaces_stands_below_its_mark(family):
         family("train_child.py", replaced.replace(block, "\n" + block))
 
 
+WING = """
+
+# new # child
+import sys
+
+
+def main():
+    # why it counts to three
+    for number in "abc":
+
+        # new # child: standard error keeps order
+        print(number, file=sys.stderr)
+
+    print(os.sep)
+"""
+
+
+@pytest.mark.parametrize(("before", "after", "complaint"), [
+    ("", "", None),
+    ("        # new # child: standard error keeps order\n        print(number, file=sys.stderr)\n",
+     "        # new # child: letters are upper case\n        print(number.upper(), file=sys.stderr)\n", None),
+    ("\n        # new # child: standard error keeps order\n        print(number, file=sys.stderr)\n\n",
+     "        print(number)\n", "no comment of its own says why it leaves out: standard error keeps order"),
+    ("        # new # child: standard error keeps order\n        print(number, file=sys.stderr)\n\n",
+     "        # new # child: no standard error: letters may come in any order\n\n        print(number)\n", None),
+    ("keeps order\n", "keeps order\n        print()\n", "not all of this block is new"),
+    ('"abc"', '"abcd"', "not in a parent at this place")])
+def test_a_wing_takes_the_blocks_of_a_parent_in_another_folder(tmp_path, before, after, complaint):
+    """They stay word for word, or are own blocks; a whole block can go if a comment says why."""
+    (tmp_path / "wing").mkdir()
+    for name, text in [("train.py", PARENT), ("train_child.py", CHILD), ("wing/train.py", PARENT.replace(
+            "range(3)", '"abc"'))]:
+        (tmp_path / name).write_text(text)
+    doc = '"""The wing.\n\nParents: train.py, ../train_child.py\n"""\nimport os'
+    assert before in WING
+    (tmp_path / "wing/train_child.py").write_text(doc + WING.replace(before, after, 1))
+    if complaint is None:
+        markers.compare(tmp_path / "wing/train_child.py")
+    else:
+        with pytest.raises(markers.BrokenRule, match=complaint):
+            markers.compare(tmp_path / "wing/train_child.py")
+
+
 def test_a_script_of_several_parents_takes_each_line_from_one_of_them(family):
     both = CHILD.replace("Parent: train.py", "Parents: train_child.py, train_other.py").replace(
         "    print(os", "    # new # other\n    print()\n\n    print(os")
@@ -226,7 +270,7 @@ def main():
 def test_the_command_prints_a_plain_script():
     result = run("--plain", "train_DDP.py")
     assert (result.returncode, result.stdout) == (0, markers.plain(markers.ROOT / "train_DDP.py"))
-    assert "name one of the scripts: loader.py" in run("--plain").stderr
+    assert "name one of the scripts: detection/train.py" in run("--plain").stderr
     assert run("--plain", "tools/markers.py").returncode == 2
 
 

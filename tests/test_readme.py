@@ -1,4 +1,4 @@
-"""README.md and docs/scripts.md name every script, and the scripts have the options that these pages use."""
+"""README.md, docs/scripts.md and the wings' pages name every script, and the scripts have the options shown there."""
 import re
 import runpy
 import shlex
@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
+WINGS = {name: (ROOT / name / "README.md").read_text() for name in ("detection", "language")}
 EXCERPTS = (ROOT / "docs/scripts.md").read_text()
 
 
@@ -22,10 +23,17 @@ def test_the_results_are_those_that_are_committed():
 
 
 def test_every_script_is_named_in_both_languages_and_has_a_section():
-    scripts = sorted(map(markers.name_of, markers.scripts()))
+    """The scripts of a wing are named in the wing's README.md, and the others in both languages."""
+    scripts = sorted(markers.name_of(path) for path in markers.scripts() if path.parent.name not in WINGS)
     for page in ("README.md", "README.zh-CN.md"):
-        assert sorted(re.findall(r"\[`(\S+\.py)`\]\(\1\)(?: \||: |：)", (ROOT / page).read_text())) == scripts, page
+        text = (ROOT / page).read_text()
+        assert sorted(re.findall(r"\[`(\S+\.py)`\]\(\1\)(?: \||: |：)", text)) == scripts, page
+        assert all(f"[`{wing}/`]({wing}/README.md)" in text for wing in WINGS), page
     assert sorted(re.findall(r"^## (\S+\.py)$", EXCERPTS, re.M)) == scripts
+    for wing, text in WINGS.items():
+        scripts = sorted(path.name for path in (ROOT / wing).glob("train*.py"))
+        assert sorted(re.findall(r"\[`(\S+\.py)`\]\(\1\) \|", text)) == scripts, wing
+        assert sorted(re.findall(r"^## (\S+\.py)$", text, re.M)) == scripts, wing
 
 
 @pytest.mark.parametrize("path", [  # .ci/run installs DALI before the drills
@@ -33,19 +41,20 @@ def test_every_script_is_named_in_both_languages_and_has_a_section():
     for path in markers.scripts()])
 def test_every_option_in_the_readme_and_the_docstrings_exists(path, monkeypatch, capsys):
     """--help lists them, and shows that a script starts without a device or data. All scripts run in one process."""
-    texts = README + EXCERPTS + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
+    texts = "".join([README, EXCERPTS, *WINGS.values()]) + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
     texts = re.sub(r"\\\n\s*", "", texts)  # one line for each command
     name = markers.name_of(path)
     if name == "loader_DALI.py":
         pytest.importorskip("nvidia.dali", reason="no DALI: pip install -r requirements-dali.txt")
-    commands = [line for line in texts.splitlines() if f" {name} " in f"{line} " and "|" not in line
+    words = " ".join(markers.words(path))
+    commands = [line for line in texts.splitlines() if f" {words} " in f"{line} " and "|" not in line
                 and re.match(r"\s*(python|torchrun|srun|pip|CUDA)", line)]
     assert commands, f"no command shows {name}"
-    used = {word for line in commands for word in shlex.split(line.split(name, 1)[1], comments=True)
+    used = {word for line in commands for word in shlex.split(line.split(words, 1)[1], comments=True)
             if word.startswith("--")}
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(name, run_name="__main__") if words == name else runpy.run_module(words[3:], run_name="__main__")
     assert not ended.value.code
     known = set(re.findall(r"--[\w-]+", capsys.readouterr().out.split("options:", 1)[-1]))
     assert used <= known, f"{name}: {used - known}"
