@@ -38,7 +38,7 @@ def end_at_once() -> None:
     """Make this process exit at once when its script is done; every process with a device mesh calls this.
 
     torch's caches keep meshes and their groups alive, so gloo's threads outlive destroy_process_group(). If such a
-    thread still had a tensor, Python would abort at exit (docs/pitfalls.md, E15).
+    thread still had a tensor, Python would abort at exit (docs/pitfalls, E15).
     """
     _when_done[:] = [0]
 

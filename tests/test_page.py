@@ -71,7 +71,7 @@ def test_a_mutation_names_a_test():
 
 
 def test_each_pitfall_shows_code_and_has_a_mutation():
-    traps = texts.read_traps(DOCS, MUTATIONS)
+    traps = texts.read_traps(DOCS / "pitfalls", MUTATIONS)
     assert {name.split(".")[0] for name in MUTATIONS} == set(traps)
     for trap in traps.values():
         for code in (trap.wrong, trap.right):
@@ -81,20 +81,45 @@ def test_each_pitfall_shows_code_and_has_a_mutation():
 @pytest.mark.parametrize("spoil", [
     lambda text: text.replace("**Symptom:**", "**Symptoms:**", 1),
     lambda text: text.replace("**Cause:**", "Cause:", 1),
-    lambda text: text.replace("### S2 ", "### S1 ", 1),
+    lambda text: text.replace("## S2 ", "## S1 ", 1),
+    lambda text: text.replace("## E4 ", "## P4 ", 1),
+    lambda text: text.replace("## L2 ", "## L4 ", 1).replace("## L4 ", "## L2 "),
     lambda text: text.replace("**Right:**\n\n```python", "**Right:**\n\nsee ```python", 1),
 ])
 def test_a_pitfall_out_of_form_is_refused(tmp_path, spoil):
-    for name in texts.PAGES:
-        (tmp_path / name).write_text(spoil((DOCS / name).read_text()))
+    for name in texts.LETTERS.values():
+        (tmp_path / name).write_text(spoil((DOCS / "pitfalls" / name).read_text()))
     with pytest.raises(texts.TextError):
         texts.read_traps(tmp_path, MUTATIONS)
 
 
 def test_an_index_that_is_not_up_to_date_is_refused(monkeypatch):
-    monkeypatch.setattr(texts, "index", lambda text: "\n- [another entry](#s2)\n")
-    with pytest.raises(texts.TextError, match="pitfalls.md: its index is not up to date"):
+    monkeypatch.setattr(texts, "index", lambda text, _: text + "- another entry\n")
+    with pytest.raises(texts.TextError, match="pitfalls/README.md: not up to date"):
         build_page.read()
+
+
+def test_the_index_lists_each_pitfall_once_with_its_present_title():
+    text, traps = (DOCS / "pitfalls/README.md").read_text(), texts.read_traps(DOCS / "pitfalls", MUTATIONS)
+    for before, after in [("[S2 Without", "[S2 With"), ("](starting.md#s2", "](data.md#s2")]:
+        assert text != text.replace(before, after) and text == texts.index(text.replace(before, after), traps)
+    for before, after, names in [("- [D1 ", "- D1 ", "D1"), ("- [D1 ", "- [D99 ", "D1, D99"),
+                                 ("- [D1 ", "- [D1 ](twice)\n- [D1 ", "D1")]:
+        with pytest.raises(texts.TextError, match=f"list each pitfall once, below its symptom: {names}$"):
+            texts.index(text.replace(before, after), traps)
+
+
+def test_the_page_shows_each_pitfall_below_its_symptom():
+    text, traps = (DOCS / "pitfalls/README.md").read_text(), texts.read_traps(DOCS / "pitfalls", MUTATIONS)
+    shown = build_page._prose("pitfalls/README.md", texts.by_symptom(text, traps), DOCS, set(traps))
+    order = re.findall(r'<article id="(.+?)"|<h3 id="pitfalls-(.+?)"', shown)
+    assert order == [(name, texts.slug(symptom)) for name, symptom in re.findall(
+        r"^(?:- \[([A-Z]\d+) .*|## (.+))$", text, re.M)]
+    assert '<a href="#E16">' in build_page._prose("pitfalls/x.md", "[a](saving.md#e16-one)", DOCS, {"E16"})
+    assert '<a href="errors.md#a">' in build_page._prose("pitfalls/x.md", "[a](../errors.md#a)", DOCS, set())
+    for broken in ("../nowhere.md", "saving.md#e99-what", "README.md#it-does-not-stop"):
+        with pytest.raises(texts.TextError, match="pitfalls/x.md: broken link: .+"):
+            build_page._prose("pitfalls/x.md", f"[a]({broken})", DOCS, {"E16"})
 
 
 def test_a_right_line_that_no_file_has_is_refused():
@@ -105,7 +130,7 @@ def test_a_right_line_that_no_file_has_is_refused():
 @pytest.mark.drill
 def test_gloo_mixes_up_gradients_as_the_pitfall_says(tmp_path):
     """If the first gradient is right, torch has fixed pitfall L6."""
-    trap, right, found = texts.read_traps(DOCS, MUTATIONS)["L6"], "[[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]]", []
+    trap, right, found = texts.read_traps(DOCS / "pitfalls", MUTATIONS)["L6"], "[[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]]", []
     for lines in (trap.right.splitlines()[0], trap.right):
         (tmp_path / "gather.py").write_text(trap.wrong.replace(trap.right.splitlines()[0], lines))
         found.append(good(run(*TORCHRUN, "--nproc-per-node=2", tmp_path / "gather.py", quiet=False)).out)

@@ -1,7 +1,7 @@
 """Build docs/index.html, the page that shows the scripts side by side, from the scripts and the texts.
 
     python tools/build_page.py            # writes docs/index.html, which git ignores; open it in a browser
-    python tools/build_page.py --index    # first writes the indexes of docs/pitfalls.md and docs/one-process.md
+    python tools/build_page.py --index    # first writes the titles and links in docs/pitfalls/README.md
 
 The build fails if the texts name a line that no script contains.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import html
 import json
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -89,17 +90,16 @@ def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:
 def read(root: Path = ROOT) -> tuple[Scripts, dict[str, texts.Mutation], dict[str, texts.Trap], list]:
     """Return the scripts, mutations, pitfalls and parts of how-it-works.md; raise TextError if these do not match."""
     scripts, mutations = read_scripts(root), texts.read_mutations(TOOLS / "mutations.txt")
-    traps, parts = texts.read_traps(root / "docs", mutations), read_parts(root / "docs/how-it-works.md")
+    traps, parts = texts.read_traps(root / "docs/pitfalls", mutations), read_parts(root / "docs/how-it-works.md")
     for mutation in mutations.values():
         if not (root / mutation.file).is_file():
             raise texts.TextError(f"mutations.txt: {mutation.name}: there is no {mutation.file}")
         mutation.put_back((root / mutation.file).read_text())
-    for name in texts.PAGES:
-        text = (root / "docs" / name).read_text()
-        if texts.INDEX.findall(text) != [texts.index(text)]:
-            raise texts.TextError(f"{name}: its index is not up to date: python tools/build_page.py --index writes it")
+    text = (root / "docs/pitfalls/README.md").read_text()
+    if texts.index(text, traps) != text:
+        raise texts.TextError("pitfalls/README.md: not up to date: python tools/build_page.py --index writes it")
     code = {_as_read(line) for script in scripts.values() for line in script.lines}
-    named = [("pitfalls.md", trap.name, trap.beside) for trap in traps.values() if trap.beside]
+    named = [("pitfalls", trap.name, trap.beside) for trap in traps.values() if trap.beside]
     named += [("how-it-works.md", heading, line) for _, heading, beside in parts for line in beside]
     for file, what, line in named:
         if line not in code:
@@ -121,8 +121,9 @@ def build(root: Path = ROOT) -> str:
         "options": "".join(f"<option>{name}</option>" for name in scripts),
         "contents": "".join(f'<li><a href="#{name}">{texts.inline(heading)}</a></li>'
                             for name, heading, _ in parts),
-        "how": _prose(docs / "how-it-works.md", docs, set(traps)),
-        "pitfalls": "\n".join(_prose(docs / name, docs, set(traps)) for name in texts.PAGES)}
+        "how": _prose("how-it-works.md", (docs / "how-it-works.md").read_text(), docs, set(traps)),
+        "pitfalls": _prose("pitfalls/README.md", texts.by_symptom((docs / "pitfalls/README.md").read_text(), traps),
+                           docs, set(traps))}
     page = (TOOLS / "page.html").read_text()
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fill[match[1]], page)
 
@@ -183,9 +184,9 @@ def _tree(scripts: Scripts, counts: dict, parent: str | None) -> str:
     return f"<ul>{''.join(items)}</ul>" if items else ""
 
 
-def _prose(path: Path, docs: Path, traps: set[str]) -> str:
-    """Return one of the texts as HTML, with its pictures inline and its links changed to the page's own anchors."""
-    how = path.name == "how-it-works.md"
+def _prose(name: str, text: str, docs: Path, traps: set[str]) -> str:
+    """Return a text of docs/`name` as HTML, with its pictures inline and its links changed to the page's anchors."""
+    how = name == "how-it-works.md"
 
     def identify(heading: str) -> str:
         trap = texts.TRAP.fullmatch(heading)
@@ -195,26 +196,27 @@ def _prose(path: Path, docs: Path, traps: set[str]) -> str:
         file, _, anchor = target.partition("#")
         if target.startswith("http"):
             return target
-        file = file or path.name
-        if file == "how-it-works.md":
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
+        if path == "how-it-works.md":
             return f"#how-{anchor or 'it-works'}"
-        if file in texts.PAGES:
-            return "#" + (anchor.split("-")[0].upper() or "pitfalls")
-        if not (docs / file).exists():
-            raise texts.TextError(f"{path.name}: broken link: {target}")
-        return target
+        if path.startswith("pitfalls/"):
+            trap = re.match(r"[a-z]\d+(?=-)", anchor)
+            return "#" + (trap[0].upper() if trap else f"pitfalls-{anchor}" if anchor else "pitfalls")
+        if not (docs / path).exists():
+            raise texts.TextError(f"{name}: broken link: {target}")
+        return f"{path}#{anchor}" if anchor else path
 
     def picture(source: str, description: str) -> str:
         drawing = (docs / source).read_text()
         drawing = re.sub(r"<\?xml.*?\?>\s*|<style>.*?</style>\s*", "", drawing, flags=re.S)
         return f'<figure role="img" tabindex="0" aria-label="{html.escape(description)}">{drawing}</figure>'
 
-    text = texts.INDEX.sub("", path.read_text())  # the page has its own list
     rendered = texts.render(re.sub(r"\A# .+\n", "", text), identify, link, picture)
-    known = {"pitfalls", "how-it-works", *traps, *(name for name, *_ in read_parts(docs / "how-it-works.md"))}
+    known = {"pitfalls", "how-it-works", *traps, *(part for part, *_ in read_parts(docs / "how-it-works.md")),
+             *map(identify, re.findall(r"^## (.+)", text, re.M))}
     for anchor in re.findall(r'href="#([^"]+)"', rendered):
         if anchor not in known:
-            raise texts.TextError(f"{path.name}: broken link: #{anchor}")
+            raise texts.TextError(f"{name}: broken link: #{anchor}")
     return rendered
 
 
@@ -225,11 +227,11 @@ def _as_read(line: str) -> str:
 
 
 def main() -> None:
-    target = DOCS / "index.html"
-    for path in (DOCS / name for name in texts.PAGES if "--index" in sys.argv[1:]):
-        text = path.read_text()
-        path.write_text(texts.INDEX.sub(lambda _: texts.index(text), text))  # noqa: B023, because sub() calls it at once
+    target, index = DOCS / "index.html", DOCS / "pitfalls/README.md"
     try:
+        if "--index" in sys.argv[1:]:
+            traps = texts.read_traps(index.parent, texts.read_mutations(TOOLS / "mutations.txt"))
+            index.write_text(texts.index(index.read_text(), traps))
         page = build()
     except (markers.BrokenRule, texts.TextError) as error:
         sys.exit(f"build_page.py: error: {error}")

@@ -17,15 +17,16 @@ CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Name.Function, "fu"), (pygments.token.Name.Class, "fu"),
     (pygments.token.Name.Decorator, "fu"), (pygments.token.Name.Builtin, "bu"),
     (pygments.token.Name.Exception, "bu")]
+LETTERS = {"S": "starting.md", "D": "data.md", "P": "step.md", "E": "saving.md", "Y": "detection.md",
+           "F": "sharding.md", "L": "language.md"}  # the files of docs/pitfalls/
 TRAP = re.compile(r"([SDPEYFL]\d+) (.+)")
 CODE = r"```python\n(?P<{}>(?s:.+?))\n```"
 TEXT = r"(?s:(?:(?!\n\*\*).)+)"  # up to the next field
-FORM = re.compile(rf"### (?P<name>[SDPEYFL]\d+) (?P<title>.+)\n\n\*\*Symptom:\*\* {TEXT}\n"
+FORM = re.compile(rf"## (?P<name>[SDPEYFL]\d+) (?P<title>.+)\n\n\*\*Symptom:\*\* {TEXT}\n"
                   rf"\*\*Cause:\*\* {TEXT}\n\*\*Wrong:\*\*\n\n{CODE.format('wrong')}\n\n"
                   rf"\*\*Right:\*\*\n\n{CODE.format('right')}"
                   rf"(?:\n\n\*\*Script:\*\* `(?P<beside>.+)`)?(?:\n\n\*\*Read:\*\* {TEXT})?")
-PAGES = ["pitfalls.md", "one-process.md"]
-INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- end of index -->)", re.S)
+ENTRY = re.compile(r"^- \[([SDPEYFL]\d+)\b.*\n", re.M)  # in the index, docs/pitfalls/README.md
 
 
 class TextError(Exception):
@@ -34,8 +35,9 @@ class TextError(Exception):
 
 @dataclasses.dataclass
 class Trap:
-    """One pitfall, as the page shows it, next to the line `beside` of a script."""
+    """One pitfall, as the page shows it, next to the line `beside` of a script; `text` is its section."""
 
+    text: str
     name: str
     title: str
     wrong: str
@@ -77,26 +79,38 @@ def read_mutations(path: Path) -> dict[str, Mutation]:
     return found
 
 
-def read_traps(docs: Path, mutations: dict[str, Mutation]) -> dict[str, Trap]:
-    """Return the pitfalls of both pages by name; raise TextError if one does not have the required form."""
+def read_traps(folder: Path, mutations: dict[str, Mutation]) -> dict[str, Trap]:
+    """Return the pitfalls of docs/pitfalls/ by name; raise TextError if one does not have the required form."""
     traps: dict[str, Trap] = {}
-    for path in (docs / name for name in PAGES):
-        for section in re.split(r"^(?=###? )", path.read_text(), flags=re.M):
-            if not section.startswith("### "):
-                continue
+    for letter, file in LETTERS.items():
+        numbers = []
+        for section in re.split(r"^(?=## )", (folder / file).read_text(), flags=re.M)[1:]:
             match = FORM.fullmatch(section.rstrip())
-            if not match or match["name"] in traps or match["name"] not in mutations:
-                raise TextError(f"{path.name}: not a new name of mutations.txt, or not of the form: {section}")
-            traps[match["name"]] = Trap(**match.groupdict(""))
+            if not match or match["name"] not in mutations:
+                raise TextError(f"{file}: not a name of mutations.txt, or not of the form: {section}")
+            traps[match["name"]] = Trap(section, **match.groupdict(""))
+            numbers += [int(match["name"][1:])] if match["name"][0] == letter else [-1]
+        if numbers != sorted({*numbers, 0})[1:]:
+            raise TextError(f"{file}: not {letter} and a new number each, in ascending order")
     return traps
 
 
-def index(text: str) -> str:
-    """Return the index of a page of pitfalls: its sections, which are symptoms, with a link to each entry."""
-    lines = []
-    for level, heading in re.findall(r"^(##|###) (.+)$", text, re.M):
-        lines.append(f"\n{heading}:\n" if level == "##" else f"- [{heading}](#{slug(heading)})")
-    return "\n".join(lines) + "\n\n"
+def index(text: str, traps: dict[str, Trap]) -> str:
+    """Return the index of the pitfalls with their present titles; raise TextError if it does not list each one once."""
+    listed = ENTRY.findall(text)
+    if differs := sorted(name for name in {*listed, *traps} if listed.count(name) != (name in traps)):
+        raise TextError(f"README.md: list each pitfall once, below its symptom: {', '.join(differs)}")
+
+    def entry(match: re.Match) -> str:
+        heading = f"{match[1]} {traps[match[1]].title}"
+        return f"- [{heading}]({LETTERS[match[1][0]]}#{slug(heading)})\n"
+
+    return ENTRY.sub(entry, text)
+
+
+def by_symptom(text: str, traps: dict[str, Trap]) -> str:
+    """Return the index with each pitfall's section, one level lower, in place of the link to it."""
+    return ENTRY.sub(lambda match: f"#{traps[match[1]].text.rstrip()}\n\n", text)
 
 
 def slug(heading: str) -> str:

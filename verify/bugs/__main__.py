@@ -146,7 +146,7 @@ def judge(program, bug):
         if not bug:
             start = time.monotonic()
             for command in pair:
-                for _ in range(3):  # gloo can abort a process at its exit: docs/pitfalls.md, E15
+                for _ in range(3):  # gloo can abort a process at its exit: docs/pitfalls, E15
                     plain = subprocess.run(command.split(), cwd=folder, env=environment, capture_output=True, text=True)
                     if not plain.returncode:
                         break
