@@ -1,10 +1,10 @@
 """Put back every pitfall in tools/mutations.txt, one at a time, and check that the test named there fails.
 
-    python tools/mutate.py                # all of them, two at a time, and the report
-    python tools/mutate.py D1 D2.2        # only these, without a report
+    python tools/mutate.py                # all of them, two at a time
+    python tools/mutate.py D1 D2.2        # only these
 
 Each test runs in a copy of the repository with the wrong lines instead of the right ones, so the working tree does not
-change. The report is docs/mutations.md. Exit code 1 if a test stays green.
+change. Prints a table in Markdown. Exit code 1 if a test stays green.
 """
 import argparse
 import platform
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import texts
@@ -56,30 +57,17 @@ def main() -> int:
         parser.error(f"no such pitfall: {', '.join(sorted(unknown))}")
 
     chosen = [mutations[name] for name in args.names or mutations]
-    rows = []
+    print("| pitfall | file | test | result | seconds | first error |\n|---|---|---|---|---:|---|", flush=True)
+    verdicts = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for mutation, (verdict, said, seconds) in zip(chosen, tqdm(pool.map(try_out, chosen), total=len(chosen))):
-            rows.append((mutation, verdict, said, seconds))
-            tqdm.write(f"{mutation.name:4} {verdict:14} {seconds:4.0f} s  {said[:100]}")
-    if not args.names:
-        report(rows)
-    return int(any(verdict not in ("red", "skipped") and not verdict.startswith("no test") for _, verdict, *_ in rows))
-
-
-def report(rows: list[tuple[texts.Mutation, str, str, float]]) -> None:
-    """Write docs/mutations.md: the result for every pitfall."""
-    import torch
-
-    red = sum(verdict == "red" for _, verdict, _, _ in rows)
-    lines = ["# Does a test detect each pitfall?", "",
-             "Each mutation puts one pitfall back into a copy of the repository. If the test that tools/mutations.txt",
-             f"names then fails, the result is `red`: {red} of {len(rows)} mutations. Measured with",
-             f"`python tools/mutate.py` on Python {platform.python_version()} and torch {torch.__version__}.", "",
-             "| pitfall | file | test | result | seconds |", "|---|---|---|---|---:|"]
-    for mutation, verdict, _, seconds in rows:
-        test = f"`{mutation.test}`" if mutation.test.startswith("tests/") else "-"
-        lines.append(f"| {mutation.name} | `{mutation.file}` | {test} | {verdict} | {seconds:.0f} |")
-    (ROOT / "docs/mutations.md").write_text("\n".join(lines) + "\n")
+            verdicts.append(verdict)
+            test = f"`{mutation.test}`" if mutation.test.startswith("tests/") else "-"
+            said = said[:100].replace("|", "\\|")
+            tqdm.write(f"| {mutation.name} | `{mutation.file}` | {test} | {verdict} | {seconds:.0f} | {said} |")
+    print(f"\n{verdicts.count('red')} of {len(verdicts)} mutations make their test fail (Python "
+          f"{platform.python_version()}, torch {version('torch')}).")
+    return int(any(verdict not in ("red", "skipped") and not verdict.startswith("no test") for verdict in verdicts))
 
 
 if __name__ == "__main__":

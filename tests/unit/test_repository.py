@@ -28,6 +28,7 @@ def test_the_workflows_run_the_commands_of_the_readme():
     assert install == command_under("Test").split(" && ")[0] and unit == "python -m pytest tests/unit"
     assert "`pytest tests/unit`" in (ROOT / "README.md").read_text()
     assert commands(read(".github/workflows/pages.yml")["jobs"]["publish"])[-1] == "python tools/build_page.py"
+    assert commands(read(".github/workflows/nightly.yml")["jobs"]["mutations"])[-1].startswith("python tools/mutate.py")
 
 
 def test_the_oldest_versions_are_those_that_the_project_asks_for():
