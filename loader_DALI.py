@@ -1,6 +1,6 @@
 """Read loader.py's pairs of images with NVIDIA DALI, which decodes on a GPU if there is one.
 
-    pip install -r requirements-dali.txt
+    pip install -r requirements/dali.txt
     python loader_DALI.py
     python loader_DALI.py --data-source DATA --split test --workers 4 --preview pairs.png
     python -m torch.distributed.launch --nproc_per_node=2 loader_DALI.py --data-source DATA --batch-size 16
@@ -38,7 +38,7 @@ except ImportError as error:
     if __name__ != "__main__":
         raise
     with endings.report_errors():
-        raise errors.UsageError(f"no NVIDIA DALI ({error}): pip install -r requirements-dali.txt") from None
+        raise errors.UsageError(f"no NVIDIA DALI ({error}): pip install -r requirements/dali.txt") from None
 
 
 def parse_args():

@@ -1,6 +1,6 @@
 """Read loader.py's pairs of images from tar shards in WebDataset's format, in a folder or over HTTP.
 
-    pip install -r requirements-streaming.txt
+    pip install -r requirements/streaming.txt
     python -m common.pairs.tars --data-source DATA --split train --output SHARDS
     python loader_streaming.py --data-source SHARDS
     python loader_streaming.py --data-source https://HOST/SHARDS --workers 4

@@ -1,6 +1,6 @@
 """Launch every training script as a user would, and compare them in the tables of docs/speed.md.
 
-    pip install -r requirements.txt -r requirements-bench.txt
+    pip install -r requirements.txt -r requirements/bench.txt
     python -m benchmarks.compare                                              # digits: ten minutes on two cores
     python -m benchmarks.compare --dataset fashion-mnist --batch-size 128 --rounds 3          # two hours there
     python -m benchmarks.compare --dataset cifar100 --model resnet18 --batch-size 512 --epochs 3 --device cuda

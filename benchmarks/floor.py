@@ -29,7 +29,7 @@ def commands(args, alone: str | None) -> Iterator[tuple[str, list[str]]]:
     task = measure.task_of(args, epochs=100_000)
     for name in ["bare step", *args.others]:
         if name in ("Accelerate", "Fabric") and not importlib.util.find_spec(LOOPS[name]):
-            print(f"without {name}: it is not installed (requirements-bench.txt)")
+            print(f"without {name}: it is not installed (requirements/bench.txt)")
             continue
         yield name, measure.launch(args.processes, "benchmarks.loops", LOOPS[name], *task)
     for name in args.scripts:  # --timeout: collectives must survive the pauses

@@ -155,7 +155,7 @@ def contenders(folder: Path, task: Task, device: torch.device) -> dict:
     try:
         import loader_DALI
     except ImportError:
-        print("without DALI: it is not installed (requirements-dali.txt)")
+        print("without DALI: it is not installed (requirements/dali.txt)")
     else:
         dali = loader_DALI.build_loader(SimpleNamespace(**vars(args) | {"workers": 0}))
         found["loader_DALI"] = lambda: timed(read_epoch(dali, device), AHEAD)

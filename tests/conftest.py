@@ -162,7 +162,7 @@ def py_spy():
 def stacks(pid):
     """Return the stacks of a process and of all its descendants, if py-spy is installed."""
     if not py_spy():
-        return "no stacks: py-spy is not installed (requirements-drill.txt)"
+        return "no stacks: py-spy is not installed (requirements/drill.txt)"
     said = subprocess.run([py_spy(), "dump", "--subprocesses", "--pid", str(pid)], capture_output=True, text=True,
                           timeout=60)
     return said.stdout + said.stderr

@@ -227,7 +227,7 @@ def test_a_loader_delivers_the_same_pairs(trained, tmp_path, place, name):
     from torchvision.io import read_image
 
     if name == "loader_DALI" and not importlib.util.find_spec("nvidia.dali"):
-        pytest.skip("needs DALI: pip install -r requirements-dali.txt")
+        pytest.skip("needs DALI: pip install -r requirements/dali.txt")
     pictures = []
     for script, where in (("loader.py", "cpu"), (f"{name}.py", place)):
         picture = tmp_path / f"{script}.png"

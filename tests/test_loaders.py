@@ -26,7 +26,7 @@ LEVEL = 1 / 127.5  # one of 255 levels, in [-1, 1]
 LARGE = {5: (432, 320), 6: (664, 904)}  # number of a picture: its size
 
 HAS_DALI = bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali"))
-DALI = [pytest.mark.drill, pytest.mark.skipif(not HAS_DALI, reason="no DALI: pip install -r requirements-dali.txt")]
+DALI = [pytest.mark.drill, pytest.mark.skipif(not HAS_DALI, reason="no DALI: pip install -r requirements/dali.txt")]
 IN_ORDER = ["loader", pytest.param("loader_DALI", marks=DALI)]  # a pair has one place in an epoch, wherever it is read
 LOADERS = [*IN_ORDER, "loader_streaming"]
 PROCESSES = [1, 2, 3]
@@ -386,4 +386,4 @@ def test_dali_is_an_extra(alone, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="^2$"):
         runpy.run_path(str(ROOT / "loader_DALI.py"), run_name="__main__")
     said, = capsys.readouterr().err.splitlines()
-    assert "pip install -r requirements-dali.txt" in said
+    assert "pip install -r requirements/dali.txt" in said

@@ -45,7 +45,7 @@ def test_every_option_in_the_readme_and_the_docstrings_exists(path, monkeypatch,
     texts = re.sub(r"\\\n\s*", "", texts)  # one line for each command
     name = markers.name_of(path)
     if name == "loader_DALI.py":
-        pytest.importorskip("nvidia.dali", reason="no DALI: pip install -r requirements-dali.txt")
+        pytest.importorskip("nvidia.dali", reason="no DALI: pip install -r requirements/dali.txt")
     words = " ".join(markers.words(path))
     commands = [line for line in texts.splitlines() if f" {words} " in f"{line} " and "|" not in line
                 and re.match(r"\s*(python|torchrun|srun|pip|CUDA)", line)]

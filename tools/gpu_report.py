@@ -1,6 +1,6 @@
 """Run the tests for GPUs and measure the scripts on this machine's GPUs; write one Markdown file to send in.
 
-    pip install -r requirements-dev.txt -r requirements-bench.txt
+    pip install -r requirements-dev.txt -r requirements/bench.txt
     python -m tools.gpu_report                                   # ten minutes on one H100: docs/gpus/README.md
     python -m tools.gpu_report --nanogpt PATH --minutes 15                          # also measure a clone of nanoGPT
     python -m tools.gpu_report --device cpu --only "data_parallel|cnn.*bare step$|train_DDP.py$"    # a short try
@@ -273,7 +273,7 @@ def main() -> None:
     if args.nanogpt and not (args.nanogpt / "configurator.py").exists():
         parser.error(f"--nanogpt {args.nanogpt}: not a clone of nanoGPT")
     if not (find_spec("psutil") and find_spec("xdist")):
-        parser.error("run: pip install -r requirements-dev.txt -r requirements-bench.txt")
+        parser.error("run: pip install -r requirements-dev.txt -r requirements/bench.txt")
     begin, folder = time.monotonic(), args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     notes, report = folder / "notes.json", folder / "report.md"

@@ -55,7 +55,7 @@ QUIET = re.compile(r"site-packages/(?!torch/)|"  # a package's warning of its ow
                    "AOTAutograd cache unable to serialize|"  # torch 2.15 compiles again in the next run
                    "FSDP2-wrapped module")  # train_TP.py: split layers return views; nothing changes them in place
 # A script's one line about a newer torch, or about another package
-REFUSED = re.compile(r"error: .*?(torch \d+\.\d+ or newer|requirements-\w+\.txt)")
+REFUSED = re.compile(r"error: .*?(torch \d+\.\d+ or newer|requirements/\w+\.txt)")
 SCRIPTS = {path.relative_to(ROOT).as_posix(): path for pattern in (
     "minimal/train*.py", "train*.py", "loader*.py", "check.py") for path in sorted(ROOT.glob(pattern))}
 TEXT = """# Versions of torch
@@ -244,7 +244,7 @@ def try_version(asked: str, environment: Path, options: list[str]) -> dict:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         pip = [str(python), "-m", "pip", "install", "-q", f"torch=={asked}.*"]
-        if subprocess.run([*pip, "-r", "requirements.txt", "-r", "requirements-streaming.txt"], cwd=ROOT).returncode:
+        if subprocess.run([*pip, "-r", "requirements.txt", "-r", "requirements/streaming.txt"], cwd=ROOT).returncode:
             shutil.rmtree(environment)  # or the next command would reuse it
             return {"title": f"{asked}: not installed", "scripts": {}}
     return json.loads(subprocess.run([python, "-m", "tools.versions", "--here", *options], cwd=ROOT, text=True,

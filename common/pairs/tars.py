@@ -140,7 +140,7 @@ def _library() -> Any:
     try:
         import webdataset
     except ImportError as error:
-        raise UsageError(f"no webdataset ({error}): pip install -r requirements-streaming.txt") from None
+        raise UsageError(f"no webdataset ({error}): pip install -r requirements/streaming.txt") from None
     return webdataset
 
 

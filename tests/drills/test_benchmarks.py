@@ -13,7 +13,7 @@ COMPARE = [PYTHON, "-m", "benchmarks.compare", "--scripts", "train.py", "train_D
 @pytest.fixture
 def copy(tmp_path):
     """Return a copy of the repository that has no results yet."""
-    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements-bench.txt")
+    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements/bench.txt")
     for name in ("common", "benchmarks", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     (tmp_path / "benchmarks/results").mkdir()

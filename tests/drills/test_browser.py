@@ -16,7 +16,7 @@ SHOWN, CONTRAST = ((ROOT / f"tests/programs/{name}.js").read_text() for name in 
 @pytest.fixture(scope="module")
 def browser():
     webdriver = pytest.importorskip("selenium.webdriver",
-                                    reason="no Selenium: pip install -r requirements-drill.txt")
+                                    reason="no Selenium: pip install -r requirements/drill.txt")
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (program and driver):
         pytest.skip("no browser: apt-get install chromium chromium-driver")

@@ -42,7 +42,7 @@ def test_a_command_prints_what_the_page_shows(command):
 def test_py_spy_finds_the_missing_rank(stuck):
     """All ranks except the missing one are in the all-reduce, and each stack contains the lines on the page."""
     if not py_spy():
-        pytest.skip("no py-spy: pip install -r requirements-drill.txt")
+        pytest.skip("no py-spy: pip install -r requirements/drill.txt")
     block, = (block for block in BLOCKS if "py-spy" in block and ("--stuck" in block) == bool(stuck))
     start, dump = (command for command in re.findall(r"^\$ (.+)", block, re.M))
     with Live(*split(start)[1]) as launch:

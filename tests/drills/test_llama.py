@@ -14,7 +14,7 @@ SIZE = gpt.Size(32, 2, 4, 2, 48, base=5000.0, vocabulary=61, end=7)
 
 @pytest.fixture
 def transformers():
-    return pytest.importorskip("transformers", reason="no transformers: pip install -r requirements-drill.txt")
+    return pytest.importorskip("transformers", reason="no transformers: pip install -r requirements/drill.txt")
 
 
 def require_equal(model, other):

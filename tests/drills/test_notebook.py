@@ -11,7 +11,7 @@ REPORT = ["-m", "tools.gpu_report", "--device", "cpu"]
 
 
 def test_the_notebook_gets_the_repository_trains_and_reports(tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="no nbclient: pip install -r requirements-drill.txt")
+    nbclient = pytest.importorskip("nbclient", reason="no nbclient: pip install -r requirements/drill.txt")
     import nbformat
 
     notebook = nbformat.read(ROOT / "docs/kaggle.ipynb", 4)

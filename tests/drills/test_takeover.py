@@ -31,7 +31,7 @@ def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(referenc
 
 @pytest.fixture
 def ray_environment(tmp_path):
-    pytest.importorskip("ray.train.torch", reason="no Ray: pip install -r requirements-drill.txt")
+    pytest.importorskip("ray.train.torch", reason="no Ray: pip install -r requirements/drill.txt")
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores: Ray gives each worker one")
     # Ray keeps a token in HOME. By default, its workers have niceness 15, and wait while other tests compute

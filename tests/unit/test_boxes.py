@@ -362,7 +362,7 @@ def random_set(seed, images=12, classes=4):
 
 @pytest.mark.drill  # with the extras
 def test_the_average_precision_is_that_of_pycocotools():
-    reason = "no pycocotools: pip install -r requirements-detection.txt"
+    reason = "no pycocotools: pip install -r requirements/drill.txt"
     api = pytest.importorskip("pycocotools.coco", reason=reason)
     evaluation = pytest.importorskip("pycocotools.cocoeval", reason=reason)
     crowds = 0

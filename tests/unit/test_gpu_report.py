@@ -118,7 +118,7 @@ def test_tests_run_several_at_a_time_and_at_the_end_those_that_fill_a_gpu(tmp_pa
 @pytest.mark.drill
 def test_a_measurement_that_outlasts_its_share_ends_with_all_its_processes(tmp_path):
     """The epochs that were done count. The child is in a session of its own, as torchrun's are."""
-    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements-bench.txt")
+    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements/bench.txt")
     child = "import time; time.sleep(600)"
     program = f"""import subprocess, sys, time
 print(subprocess.Popen([sys.executable, '-c', '{child}'], start_new_session=True).pid, file=sys.stderr, flush=True)
@@ -139,7 +139,7 @@ time.sleep(600)"""
 @pytest.mark.drill
 def test_nanogpt_and_the_bare_step_of_the_language_model_are_measured(tmp_path):
     """In place of nanoGPT, a program that prints its lines."""
-    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements-bench.txt")
+    pytest.importorskip("psutil", reason="no psutil: pip install -r requirements/bench.txt")
     (tmp_path / "train.py").write_text(
         "import sys\nassert '--n_embd=128' in sys.argv and '--device=cpu' in sys.argv\n"
         "for number in range(17):\n"

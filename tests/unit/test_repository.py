@@ -40,6 +40,15 @@ def test_the_oldest_versions_are_those_that_the_project_asks_for():
     assert newest["torch"] == "torch torchvision"
 
 
+def test_the_requirements_that_anything_names_exist():
+    places = ("*.md", "*.txt", "[a-z]*/**/*.md", "docs/*.ipynb", "launch/*", "*.py", "[a-z]*/**/*.py", ".ci/run",
+              ".github/**/*.yml")
+    named = {name for place in places for path in ROOT.glob(place) if path.is_file()
+             for name in re.findall(r"\brequirements[\w/-]*\.txt", path.read_text())}
+    assert {"requirements/drill.txt", "requirements/streaming.txt"} < named
+    assert {name for name in named if not (ROOT / name).is_file()} == set()
+
+
 def test_the_manifest_starts_a_script_that_takes_its_arguments(monkeypatch):
     text = (ROOT / "launch/trainjob.yaml").read_text()
     manifest = yaml.safe_load(text)

@@ -69,8 +69,8 @@ def test_the_page_begins_with_the_oldest_version_and_no_script_fails_there():
     ({"train": "", "--resume": "", "warnings": ""}, "ok"),
     ({"train": "", "--compile": "exit codes [2]: language/train_TP.py: error: --compile: torch 2.11.0 cannot compile it; use "
                                 "torch 2.14 or newer"}, "--compile: needs torch 2.14 or newer"),
-    ({"start": "exit codes [2]: loader_DALI.py: error: no DALI: pip install -r requirements-dali.txt"},
-     "start: needs requirements-dali.txt"),
+    ({"start": "exit codes [2]: loader_DALI.py: error: no DALI: pip install -r requirements/dali.txt"},
+     "start: needs requirements/dali.txt"),
     ({"train": "", "--resume": "{} instead of loss 1.0", "warnings": "UserWarning: x"},
      "--resume: **fails**; warnings: **fails**"),
     ({"train": "exit codes [1]: RuntimeError: use torch 2.14 or newer"}, "train: **fails**")])

@@ -201,7 +201,7 @@ def main():
         return 0
     lacking = {package for program, _ in cases for package in program.needs if not importlib.util.find_spec(package)}
     if lacking:
-        parser.error(f"not installed: {', '.join(sorted(lacking))}; see requirements-bench.txt")
+        parser.error(f"not installed: {', '.join(sorted(lacking))}; see requirements/bench.txt")
     before = {(row["program"], row["bug"]): row["cause"] for row in json.loads(RESULT.read_text())["rows"]}
     rows = []
     for program, bug in cases:

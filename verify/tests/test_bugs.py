@@ -21,7 +21,7 @@ CASES = [pytest.param(program, bug, id=name, marks=pytest.mark.xfail(
 def test_verify_gives_the_expected_answer(program, bug):
     for package in program.needs:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"no {package}: pip install -r requirements-bench.txt")
+            pytest.skip(f"no {package}: pip install -r requirements/bench.txt")
     row = bugs.judge(program, bug)
     assert all(bugs.right(row, program)), row
 
