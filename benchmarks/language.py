@@ -84,13 +84,13 @@ def main() -> None:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model/config.json").write_text(json.dumps(llama.config(SIZE, text.BYTES)))
     ours = {"epochs": args.epochs, "batch-size": args.batch_size, "length": args.length, "windows": args.windows,
-            "device": args.device, "model": folder / "model", "sample": "", "output-dir": folder / "language/train.py"}
+            "device": args.device, "model": folder / "model", "sample": "", "output-dir": folder / "ours"}
     iterations = args.epochs * steps
     theirs = LIKE | {
         "dataset": folder / "tokens", "device": args.device, "dtype": "float32", "gradient_accumulation_steps": 1,
         "batch_size": args.batch_size, "block_size": args.length, "max_iters": iterations, "lr_decay_iters": iterations,
         "eval_interval": iterations, "eval_iters": 1}
-    where = measure.machine(devices.select_device(args.device), "language/train.py", "common", "benchmarks/*.py")
+    where = measure.machine(devices.select_device(args.device), "language", "common", "benchmarks/*.py")
     tokens = args.batch_size * args.length
     contenders, files = {}, {}
     try:
@@ -111,7 +111,7 @@ def main() -> None:
         for contender in contenders.values():
             contender.end()
     models = {"language/train.py": gpt.GPT(SIZE, text.BYTES)}
-    models["language/train.py"].load_state_dict(load_file("language/train.py's", folder / "language/train.py/last.pt")["model"])
+    models["language/train.py"].load_state_dict(load_file("language/train.py's", folder / "ours/last.pt")["model"])
     models |= {name: load_nanogpt(args.checkout, file) for name, file in files.items()}
     losses = {name: loss_of(model if name == "language/train.py" else lambda x, model=model: model(x, x)[0], sets[1])
               for name, model in models.items()}

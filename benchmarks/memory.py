@@ -89,7 +89,7 @@ def predict(size: gpt.Size, script: str, processes: int, batch_size: int, length
     numbers = size.layers * ((9 * size.width + 4 * size.hidden) // tensor + 2 * size.width) + 3 * rows // tensor
     tokens, shards = batch_size * length * tensor // processes, processes if "TP" in script else 1
     held = 16 * parameters // shards
-    embedding, kind = 4 * rows * size.width // tensor, script.split()[0][8:-3]
+    embedding, kind = 4 * rows * size.width // tensor, Path(script.split()[0]).stem.removeprefix("train")
     at_loss = held * (4 if kind == "_DDP" else 3) // 4 + 4 * numbers * tokens + (kind == "_TP") * embedding
     return {"held": held, "peak": max(at_loss, held + {"": 2, "_DDP": 3, "_TP": 4}[kind] * embedding)}
 
@@ -143,7 +143,10 @@ def watch(script: str, *arguments: str) -> None:
     checkpoint.resume = note_start
     storages.__enter__()
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    if script.startswith("language/"):
+        runpy.run_module(script.removesuffix(".py").replace("/", "."), run_name="__main__")
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 def main() -> None:
@@ -153,7 +156,7 @@ def main() -> None:
     parser.add_argument("--length", nargs="+", type=cli.positive_int, default=[], help="tokens in a window")
     parser.set_defaults(model="vit_base", device="cpu")
     args = parser.parse_args()
-    where = measure.machine(torch.device(args.device), "train*.py", "common", "benchmarks/*.py")
+    where = measure.machine(torch.device(args.device), "train*.py", "language", "common", "benchmarks/*.py")
     runs, task, turns = [], measure.task_of(args, 1), [(script, processes, None) for processes in args.processes
                                                        for script in args.scripts]
     if args.model in gpt.SIZES:

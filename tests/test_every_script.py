@@ -31,10 +31,10 @@ def find_run(script):
     if script.startswith("loader"):
         return "loaders", script.removesuffix(".py")
     if script.startswith("language/"):
-        start = script, 1 if script in ALONE else 2
+        start = script.removeprefix("language/"), 1 if script in ALONE else 2
         return "language", next(name for name, command in STARTS.items() if command[:2] == start)
     if script.startswith("detection/"):
-        return "detectors", script
+        return "detectors", script.removeprefix("detection/")
     return "stopped" if script in ("train_elastic.py", "train_DCP.py") else "runs", script
 
 

@@ -15,12 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import markers
 import pytest
 import torch
 from conftest import (
     LAUNCH,
     PROGRAMS,
     PYTHON,
+    ROOT,
     TORCHRUN,
     distance,
     epochs,
@@ -75,7 +77,8 @@ def rows(names="place", gpus=1, cpu=True, needs="", cases=((),)):
 def command(place, script, *options, processes=0, program=()):
     """Return the command that starts a script on the devices of `place`: by torchrun, or for 0 processes by itself."""
     start = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes else [PYTHON]
-    return [*start, *program, script, *options, *(["--device", "cpu"] if place == "cpu" else [])]
+    words = markers.words(ROOT / script)
+    return [*start, *program, *words, *options, *(["--device", "cpu"] if place == "cpu" else [])]
 
 
 def quiet(result):
@@ -171,7 +174,8 @@ def test_readmes_first_command_works_on_one_device(tmp_path, place):
 
 
 @rows("place, script, processes, options", cases=[
-    ("train.py", 0, []), ("train_amp.py", 1, []), ("train_FSDP.py", 1, []), ("train_combined.py", 1, ["--ema", "0.9"])])
+    ("train.py", 0, []), ("train_amp.py", 1, []), ("train_FSDP.py", 1, []), ("train_combined.py", 1, ["--ema", "0.9"]),
+    ("language/train_combined.py", 1, ["--ema", "0.9", "--clip-norm", "1", "--sample", ""])])
 def test_a_step_between_two_looks_at_the_loss_does_not_wait_for_the_device(tmp_path, place, script, processes, options):
     program = [PROGRAMS / "around.py", "no_waiting"]
     result = train(place, script, *options, "--epochs", "1", "--output-dir", tmp_path, processes=processes,

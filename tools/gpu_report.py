@@ -161,10 +161,13 @@ def measurements(count: int, device: str | None, tokens: Path, nanogpt: Path | N
     task = f"--model {model} --dataset tokens --data-path {shlex.quote(str(tokens))} --length {length} --epochs 4"
     title = f"{model}, {length} tokens per window, batch {count * batch}, {processes}: tokens/s"
     yield from rows(title, task, batch, [
-        *bare, f"language/train.py{alone}", "language/train_DDP.py", "language/train_TP.py --tensor-parallel 1 --bf16",
+        *bare, f"language/train.py{alone}", "language/train_DDP.py",
+        "language/train_combined.py --precision bf16 --accum-steps 1",
+        "language/train_combined.py --precision bf16 --accum-steps 1 --compile",
+        "language/train_TP.py --tensor-parallel 1 --bf16",
         *["language/train_TP.py --tensor-parallel 1 --bf16 --compile"] * SPLITS_COMPILE,
-        *["language/train_TP.py --tensor-parallel 2 --bf16", "language/train_CP.py --bf16", "language/train_4D.py --bf16",
-          "language/train_4D.py --bf16"] * several])
+        *["language/train_FSDP.py --bf16", "language/train_TP.py --tensor-parallel 2 --bf16",
+          "language/train_CP.py --bf16", "language/train_4D.py --bf16"] * several])
     for compiled in (False, True) if nanogpt else ():
         size, number = gpt.SIZES[model], 1 if on_cpu else count  # its groups need NCCL
         settings = {"dataset": tokens, "out_dir": tokens / "nanogpt", "n_layer": size.layers, "n_head": size.heads,

@@ -57,7 +57,8 @@ QUIET = re.compile(r"site-packages/(?!torch/)|"  # a package's warning of its ow
 # A script's one line about a newer torch, or about another package
 REFUSED = re.compile(r"error: .*?(torch \d+\.\d+ or newer|requirements/\w+\.txt)")
 SCRIPTS = {path.relative_to(ROOT).as_posix(): path for pattern in (
-    "minimal/train*.py", "train*.py", "loader*.py", "check.py") for path in sorted(ROOT.glob(pattern))}
+    "minimal/train*.py", "train*.py", "language/train*.py", "detection/train*.py", "loader*.py", "check.py")
+    for path in sorted(ROOT.glob(pattern))}
 TEXT = """# Versions of torch
 
 Each training script trains two epochs on a CPU, with two processes where a launcher starts it. It saves each epoch,
@@ -90,7 +91,10 @@ def fork(rank: int, processes: int, port: int, command: list[str], streams: list
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank),
                            "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         sys.argv = command
-        runpy.run_path(command[0], run_name="__main__")
+        if (Path(command[0]).parent / "__init__.py").exists():  # as `python -m language.train` does
+            runpy.run_module(".".join(Path(command[0]).with_suffix("").parts[-2:]), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code or 0
@@ -140,13 +144,14 @@ class Trial:
         self.name = script.relative_to(ROOT).as_posix()
         self.processes = 2 if re.search("^    (torchrun|python -m torch)", script.read_text(), re.M) else 1
         self.small = next(options for prefix, options in SMALL.items() if self.name.startswith(prefix))
+        self.trains = script.name.startswith("train") and script.parent.name != "minimal"
         self.warnings: set[str] = set()
         self.epochs: dict[str, str] = {}
 
     def run(self, no_compile: bool) -> dict[str, str]:
         """Take all steps that the script has; return {step: "", or what is wrong}."""
         steps: dict[str, Callable[[], object]] = {"start": lambda: self.start("")}
-        if self.name.startswith("train"):
+        if self.trains:
             steps = {"train": self.train, "--resume": self.resume, "--evaluate": self.evaluate}
             more = {"--freeze-layers": self.freeze_layers} | ({} if no_compile else {"--compile": self.compile})
             steps |= {option: step for option, step in more.items() if f'"{option}"' in self.script.read_text()}
@@ -163,7 +168,7 @@ class Trial:
 
     def start(self, output: str, *options: str) -> str:
         """Run the script and return what it prints."""
-        common = [*TRAIN, output] if self.name.startswith("train") else []
+        common = [*TRAIN, output] if self.trains else []
         said, errors = run(self.script, *common, *self.small, *options, processes=self.processes, folder=self.folder)
         self.warnings.update(line.strip() for line in WARNING.findall(errors) if not QUIET.search(line))
         return said
@@ -198,8 +203,7 @@ class Trial:
     def freeze_layers(self) -> None:
         said = self.start("frozen", "--freeze-layers")
         found = re.findall(r"[\d,]+ of [\d,]+ parameters", said)[0]
-        family = re.findall(r"train(?:_lm|_yolov3)?", self.name)[0]
-        expected = self.trainable.setdefault(family, found)
+        expected = self.trainable.setdefault(self.script.parent.name, found)
         if found != expected:
             raise Failed(f"trains {found} instead of {expected}")
 

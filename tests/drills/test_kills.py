@@ -26,7 +26,7 @@ from live import Live
 from common import folders
 
 EPOCHS = 6
-DCP = {"train_DCP.py", "language/train_4D.py"}
+DCP = {"train_DCP.py", "language.train_4D"}
 STEPS, EVERY = 14, 5  # in an epoch of these, and between their snapshots
 ARGUMENTS = ["--epochs", EPOCHS, "--batch-size", 96, "--workers", 1, "--log-every", 2, "--resume", "auto"]
 SPECIAL = {"train_amp.py": ["--batch-size", 480],  # bf16 is slow on most CPUs
