@@ -196,12 +196,12 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best score so far or -inf).
 
     `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). Any script may have written
-    the checkpoint: optional objects that are not in it, such as a `scaler`, stay unchanged. The optimizer uses this
-    command's learning rate, momentum and weight decay; one printed line lists the changes. Each key of `progress`
-    receives its value from the checkpoint. Without `progress`, a checkpoint from within an epoch is rejected.
-    `take(part, saved)` returns the state that the object `part` loads, given its `saved` state; by default, a copy of
-    `saved`. `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises UsageError if
-    the checkpoint does not fit or differs between processes.
+    the checkpoint: optional objects that are not in it, such as a `scaler`, stay unchanged, and one line names them.
+    The optimizer uses this command's learning rate, momentum and weight decay; one more line lists the changes. Each
+    key of `progress` receives its value from the checkpoint. Without `progress`, a checkpoint from within an epoch is
+    rejected. `take(part, saved)` returns the state that the object `part` loads, given its `saved` state; by default, a
+    copy of `saved`. `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises
+    UsageError if the checkpoint does not fit or differs between processes.
     """
     for group in state["optimizer"].param_groups:  # record this command's rate: some schedulers do not record it
         group.setdefault("initial_lr", group["lr"])
@@ -244,6 +244,8 @@ def _restore(path: str | Path, checkpoint: dict[str, Any], state: dict[str, Any]
         print(f"resume {path}: {done} done{best}")
         if changes:
             print(f"resume {path}: this command changes {', '.join(changes)}")
+        if missing := [name for name, part in state.items() if name not in checkpoint and part.state_dict()]:
+            print(f"resume {path}: not in the checkpoint, so initialized by this run: {', '.join(missing)}")
     return checkpoint["epoch"] + 1, checkpoint["best_score"]
 
 

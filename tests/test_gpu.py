@@ -207,7 +207,7 @@ def test_mixed_precision_learns_and_resumes(tmp_path, place, precision):
 @rows()
 def test_the_combined_script_learns_resumes_and_traces_the_device(tmp_path, place):
     options = ["--epochs", "4", "--batch-size", "96", "--save-every", "2", "--precision", "fp16", "--deterministic",
-               "--ema", "0.9", "--warm-up", "5"]
+               "--ema", "0.9", "--warmup-steps", "5"]
     whole = train(place, "train_combined.py", *options, "--output-dir", tmp_path / "whole", "--profile", processes=1)
     train(place, "train_combined.py", *options, "--output-dir", tmp_path / "again", "--resume",
           tmp_path / "whole/epoch-002.pt", processes=1)

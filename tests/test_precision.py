@@ -69,7 +69,7 @@ def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
 @pytest.mark.parametrize(("precision", "ending"), [("bf16", "SIGTERM"), ("fp16", "SIGKILL")])
 def test_a_combined_run_that_was_ended_resumes_bit_for_bit(few_digits, precision, ending):
     """The snapshot must contain the scale, the average and the warm-up's count."""
-    command = [*COMBINED, "--precision", precision, "--snapshot-every", "1", "--ema", "0.9", "--warm-up", "3"]
+    command = [*COMBINED, "--precision", precision, "--snapshot-every", "1", "--ema", "0.9", "--warmup-steps", "3"]
     folder, whole = few_digits(*command, output=f"whole-{precision}")
     with Live(*command, *FEW, "--output-dir", ending, cwd=few_digits.folder) as live:
         live.wait_for("^epoch +1/2" if ending == "SIGKILL" else "3 micro-batches")

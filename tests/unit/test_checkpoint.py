@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, same
 
-from common import checkpoint, models
+from common import checkpoint, models, recipe
 from common.errors import ProcessError
 
 
@@ -75,6 +75,17 @@ def test_the_command_line_wins(tmp_path, capsys):
     assert [(group["momentum"], group["weight_decay"]) for group in new["optimizer"].param_groups] == [(0.5, 0.1),
                                                                                                        (0.5, 0.0)]
     assert train(new, 3) == rates
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path, capsys):
+    """A disabled scaler has no state that the checkpoint could lack."""
+    path, new = save(tmp_path / "old.pt", make(), 3), make()
+    new["scaler"] = torch.amp.GradScaler("cpu", enabled=False)
+    new["warmup"] = recipe.WarmUp(new["optimizer"], 5)
+    checkpoint.resume(path, tmp_path, new)
+    assert capsys.readouterr().out.splitlines() == [
+        f"resume {path}: epoch 3 is done, best score 0.5000",
+        f"resume {path}: not in the checkpoint, so initialized by this run: warmup"]
 
 
 def test_a_scheduler_of_ones_own_is_scaled(tmp_path):

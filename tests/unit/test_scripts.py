@@ -258,12 +258,12 @@ class Overflowing(torch.nn.CrossEntropyLoss):
 
 def test_an_overflow_in_one_micro_batch_skips_the_step(script, tmp_path, monkeypatch):
     """The scale, the warm-up and the average agree on the steps that were taken: one of two."""
-    module, args = script("train_combined", "--precision", "fp16", "--accum-steps", "3", "--ema", "0.9", "--warm-up",
-                          "3", "--batch-size", "8", "--epochs", "2")
+    module, args = script("train_combined", "--precision", "fp16", "--accum-steps", "3", "--ema", "0.9",
+                          "--warmup-steps", "3", "--batch-size", "8", "--epochs", "2")
     monkeypatch.setattr(module, "criterion", Overflowing())
     module.main(args)
     last = load(tmp_path / "last.pt")
-    assert last["scaler"]["scale"] == 32768 and last["warm_up"] == {"done": 1} and last["average"]["n_averaged"] == 1
+    assert last["scaler"]["scale"] == 32768 and last["warmup"] == {"done": 1} and last["average"]["n_averaged"] == 1
 
 
 @pytest.mark.parametrize("trained", [0.5, 0])
@@ -280,7 +280,7 @@ def test_evaluate_measures_the_average_of_a_checkpoint_that_has_one(script, caps
 
 def test_the_rate_that_is_shown_is_that_of_the_last_update(script, tmp_path):
     """Two of the 100 warm-up steps are done."""
-    module, args = script("train_combined", "--precision", "fp32", "--warm-up", "100")
+    module, args = script("train_combined", "--precision", "fp32", "--warmup-steps", "100")
     module.main(args)
     assert [event.value for event in scalars(tmp_path, "learning_rate")] == pytest.approx([0.05 * 4 / 128 * 2 / 100])
 
