@@ -115,9 +115,16 @@ def judge(everyone):
             for (name, text, error), numbers in found.items()]
 
 
+def in_shell(env):
+    """Return whether the shell of `srun --pty` started this process: a terminal, but not the PID of Slurm's task."""
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+        return env.get("SLURM_TASK_PID") != str(os.getpid())
+
+
 def place(env):
     """Return (rank, world size, rank on this host, address of rank 0, its port), as torchrun or Slurm sets them."""
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
+    if "RANK" not in env and (int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or in_shell(env)):
         return 0, 1, 0, "localhost", 0
     if "RANK" not in env:
         env = {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],

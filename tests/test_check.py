@@ -1,6 +1,7 @@
 """check.py: launches on good machines, faults that one process can show, and its decisions for given values."""
 import itertools
 import json
+import os
 import re
 import shutil
 import socket
@@ -115,14 +116,27 @@ def test_the_decisions(facts, found):
         assert text in each["text"] and each["remedy"]
 
 
+SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "4711",
+         "SLURM_STEP_ID": "2", "MASTER_ADDR": "node1"}
+
+
 def test_the_ranks_of_slurm_and_of_a_launcher():
-    slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "4711",
-             "SLURM_STEP_ID": "2", "MASTER_ADDR": "node1"}
+    slurm = {**SLURM, "SLURM_TASK_PID": str(os.getpid())}
     assert check.place(slurm) == (5, 8, 1, "node1", 12000 + 711 * 20 + 2)
     assert check.place({**slurm, "MASTER_PORT": "29500"})[4] == 29500
     launcher = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "MASTER_ADDR": "node2", "MASTER_PORT": "1"}
     assert check.place(slurm | launcher) == (3, 4, 2, "node2", 1)
     assert check.place({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1, 0, "localhost", 0)
+
+
+@pytest.mark.parametrize(("terminal", "task", "found"), [
+    (False, "1", "(5, 8,"), (True, "$$", "(5, 8,"), (True, "1", "(0, 1, 0, 'localhost', 0)")])
+def test_the_shell_of_srun_with_pty_starts_one_process(terminal, task, found):
+    """The other tasks of `srun -n8 --pty bash` have ended. `srun -n8 --pty python` is a task itself."""
+    start = [PYTHON, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"] if terminal else []
+    code = "import os, check; print(check.place(os.environ))"
+    result = good(run(*start, "sh", "-c", f'SLURM_TASK_PID={task} exec {PYTHON} -c "{code}"', env=SLURM))
+    assert result.out.startswith(found)
 
 
 @pytest.fixture
