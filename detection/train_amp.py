@@ -227,7 +227,7 @@ def main(args):
                 # new # amp: only the network runs in 16 bits
                 outputs = parallel_model(normalize(inputs))
 
-            # new # amp: IoUs and sums over many positions need float32
+            # new # amp: DDP: IoUs and sums over many positions need float32
             loss = criterion(outputs, targets) * world_size / count.clamp(min=1)
 
             # new # amp: unscale before clipping, which needs the norm of the true gradients

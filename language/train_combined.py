@@ -324,7 +324,7 @@ def main(args):
             # new # amp: autocast picks the precision of each operation, also in backward()
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
-                # new # combined
+                # new # combined: DDP + amp: the model takes tokens as they are
                 loss = criterion(parallel_model(inputs), targets)
 
             # new # grad_accum: weight the loss by size, because micro-batches may differ in size

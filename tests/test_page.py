@@ -28,12 +28,11 @@ def test_a_script_follows_all_its_parents():
 
 def test_a_marker_names_the_ideas_that_meet():
     def ideas(tag, reason=""):
-        tags = {"DDP", "amp", "grad_accum", "yolov3", "yolov3_DDP", "combined"}
+        tags = {"DDP", "amp", "grad_accum", "combined"}
         return build_page.ideas_of(markers.Block(1, 2, tag, reason), tags)
 
     assert ideas("combined", "amp + grad_accum: one scale: why") == ["combined", "amp", "grad_accum"]
     assert ideas("combined", "amp: why") == ["combined", "amp"]
-    assert ideas("yolov3_DDP", "why") == ["yolov3", "DDP"]
     assert ideas("grad_accum", "no METRICS: why") == ["grad_accum"]
     assert ideas("DDP", "first: why") == ["DDP"]
     with pytest.raises(markers.BrokenRule, match="no block of one"):

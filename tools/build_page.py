@@ -67,17 +67,15 @@ def read_scripts(root: Path = ROOT) -> Scripts:
 def ideas_of(block: markers.Block, tags: set[str]) -> list[str]:
     """Return the tags of the ideas that a block belongs to; `tags` are those of its script.
 
-    A tag can name two ideas (`yolov3_DDP`). A reason can begin with more tags (`combined: amp + grad_accum: why`).
+    A reason can begin with more tags (`combined: amp + grad_accum: why`).
     """
-    parts = block.tag.split("_")
-    own = parts if tags.issuperset(parts) else [block.tag]
     match = re.match(r"([\w-]+(?: \+ [\w-]+)*): ", block.reason)
     named = match[1].split(" + ") if match else []
     if tags.issuperset(named):
-        return own + named
+        return [block.tag, *named]
     if named[1:]:
         raise markers.BrokenRule(f"# new # {block.tag}: {block.reason}: the script has no block of one of these ideas")
-    return own
+    return [block.tag]
 
 
 def read_parts(path: Path) -> list[tuple[str, str, list[str]]]:

@@ -7,9 +7,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import train_TP
 from common import models, tensor_parallel
 from common.errors import UsageError
-from language import context, gpt, stages, train_TP
+from language import context, gpt, stages
+from language import train_TP as language_TP
 
 
 @pytest.fixture
@@ -40,14 +42,14 @@ def test_a_layer_that_cannot_be_split_evenly_is_named(grid):
 def test_a_plan_without_experts_names_the_script_that_has_one(grid):
     model = gpt.GPT(gpt.SIZES["moe_tiny"], 256)
     with pytest.raises(UsageError, match="layers.0.mlp is a mixture of experts, which language/train_EP.py can split"):
-        tensor_parallel.check_plan(model, train_TP.PLAN, grid)
+        tensor_parallel.check_plan(model, language_TP.PLAN, grid)
 
 
 def test_a_frozen_layer_that_divides_the_tokens_stays_frozen(grid):
     model = gpt.GPT(gpt.SIZES["gpt_tiny"], 256)
     models.freeze_layers(model)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, train_TP.PLAN, grid))
+    parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, language_TP.PLAN, grid))
     assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
