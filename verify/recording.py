@@ -45,6 +45,7 @@ class Recorder:
         self.torch, self.folder, self.native, self.steps = torch, folder, native, steps
         self.outputs_at, self.resting, other = outputs_at, resting, f"{whole}/marks"
         self.wholes = [*map(json.loads, open(other))] if os.path.exists(other) else []
+        self.waves = {}  # (device, axis): the longest wave so far
         self.forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forget)
@@ -144,26 +145,35 @@ class Recorder:
             tensor = self.whole(torch.zeros(1) if tensor is None else tensor)
             if part:
                 tensor = tensor.index_select(part.axis, torch.tensor(part.rows, device=tensor.device))
-            projections = self.waves(tensor.shape, tensor.device, part) @ tensor.flatten()
-            found.append(torch.cat([tensor.norm()[None], projections]))
+            found.append(torch.cat([tensor.norm()[None], self.project(tensor, part)]))
         alike = len({item.device for item in found}) < 2
         return torch.stack(found if alike else [item.cpu() for item in found]).tolist() if found else []
 
-    @functools.cache  # noqa: B019
-    def waves(self, shape, device, part=None):
-        """Return a plane wave's real and imaginary parts. The projections of all parts add up to the tensor's."""
-        phase = self.torch.zeros(shape, dtype=self.torch.float64, device=device)
-        for axis, size in enumerate(shape):
-            places = part.places if part and part.axis == axis else range(size)
-            phase.movedim(axis, -1).add_(FREQUENCIES[axis] * (self.torch.tensor(places, device=device) + 1))
-        return self.torch.stack([phase.cos(), phase.sin()]).reshape(2, -1)
+    def project(self, tensor, part=None):
+        """Return a tensor's projections on a plane wave's real and imaginary parts. Those of all parts add up."""
+        torch, shape, device = self.torch, tensor.shape or (1,), tensor.device
+        for axis, size in enumerate(shape):  # the plane wave is the product of one wave for each axis
+            wave = self.wave(size, device, axis)
+            if part and part.axis == axis:
+                wave = self.wave(part.total, device, axis)[torch.tensor(part.places, device=device)]
+            tensor = tensor.reshape(size, math.prod(shape[axis + 1:]))
+            tensor = wave @ tensor if axis else torch.complex(*torch.view_as_real(wave).T @ tensor)
+        return torch.view_as_real(tensor[0])
+
+    def wave(self, size, device, axis=0):
+        """Return the first `size` values of the wave along one axis, as complex numbers."""
+        if len(self.waves.get((device, axis), ())) < max(size, 1):
+            phase = FREQUENCIES[axis] * self.torch.arange(1, size + 1, dtype=self.torch.float64, device=device)
+            self.waves[device, axis] = self.torch.complex(phase.cos(), phase.sin())
+        return self.waves[device, axis][:size]
 
     def marks(self, tensor):
         """Return, for each axis of a tensor, a string for each slice along it; equal slices have equal strings."""
         tensor, found = self.whole(tensor), []
         for axis in range(tensor.ndim):
             flat = tensor.movedim(axis, 0)
-            flat = flat.reshape(len(flat), math.prod(flat.shape[1:])) @ self.waves(flat.shape[1:], flat.device)[0]
+            flat = flat.reshape(len(flat), math.prod(flat.shape[1:]))
+            flat = flat @ self.wave(flat.shape[1], flat.device).real
             found.append([f"{value:.8g}" for value in flat.tolist()])
         return found
 
@@ -232,14 +242,14 @@ class Recorder:
         finally:
             self.recomputing = False
 
-    def nested(self, function, *args, **more):
+    def nested(self, function, /, *args, **more):
         self.depth += 1
         try:
             return function(*args, **more)
         finally:
             self.depth -= 1
 
-    def call(self, function, module, *args, **more):
+    def call(self, function, module, /, *args, **more):
         """Record the inputs of the outermost module, which are the samples in a program without a DataLoader."""
         torch = self.torch
         if torch.compiler.is_compiling():
@@ -298,7 +308,7 @@ class Recorder:
             if not found or id(module) not in self.names:
                 return []
             flat = [value.double().reshape(-1, value.shape[-1] if value.ndim > 1 else 1) for value in found]
-            waves = [(value @ self.waves(value.shape[1:], value.device)[0]).sum() for value in flat]
+            waves = [(value @ self.wave(value.shape[1], value.device).real).sum() for value in flat]
             return [[self.names[id(module)], found[0].shape[-1:], sum(value.numel() for value in flat),
                      float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
 
@@ -356,7 +366,8 @@ class Recorder:
         for n, tensor in enumerate([tensor for tensor in tensors if len(tensor) == rows > 0], 1):
             flat = tensor.detach().cpu().double().reshape(rows, -1)
             flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing to the digest
-            digest += flat @ self.waves(flat.shape[1:], flat.device)[n % 2] * n
+            wave = self.wave(flat.shape[1], flat.device)
+            digest += flat @ (wave.imag if n % 2 else wave.real) * n
             labels += flat[:, 0] * n if tensor.ndim == 1 and not tensor.is_floating_point() else 0
         size = sum(tensor[0].numel() for tensor in tensors if len(tensor) == rows > 0)
         return [(*pair, size) for pair in zip(digest.tolist(), labels.tolist())]

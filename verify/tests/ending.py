@@ -1,18 +1,28 @@
-"""A small loop that ends as its argument says: normally, by an error, with nan, or without an optimizer step."""
+"""A small loop that ends as its argument says: normally, by an error, with nan, or without an optimizer step.
+
+"keywords" ends normally; its model takes arguments that have the names of verify's own.
+"""
 import sys
 
 import torch
 
 
+class Keywords(torch.nn.Linear):
+    def forward(self, *, function, module):
+        return super().forward(function * module)
+
+
 def loop(way):
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
+    model = Keywords(3, 1) if way == "keywords" else torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e300 if way == "nan" else 0.01)
     for step in range(6):
         if way == "error" and step == 3:
             raise ValueError("a picture is broken")
         optimizer.zero_grad()
-        model(torch.randn(8, 3)).square().mean().backward()
+        inputs = torch.randn(8, 3)
+        outputs = model(function=inputs, module=1) if way == "keywords" else model(inputs)
+        outputs.square().mean().backward()
         if way == "by-hand":
             with torch.no_grad():
                 for parameter in model.parameters():

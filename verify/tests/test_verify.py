@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,6 +152,29 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
 def test_what_took_no_step_or_diverged_is_not_the_same(records, way, said):
     report = verify.compare(records / way, records / way)
     assert report["verdict"] == "not comparable" and said in report["message"]
+
+
+def test_a_module_may_take_any_keyword(records):
+    assert verify.compare(records / "well", records / "keywords")["verdict"] == "same"
+
+
+LARGE = """
+import resource, sys, torch, verify
+import torch._dynamo  # here, or the optimizer imports it below
+
+verify.Recorder(sys.argv[1])
+model = torch.nn.Linear(4096, 2048, bias=False)
+model(torch.ones(1, 4096)).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+torch.optim.SGD(model.parameters(), foreach=False).step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, ru_maxrss has another unit, or does not exist")
+def test_a_digest_needs_little_memory(tmp_path):
+    """In MiB. The weight and its gradient have 64 MiB each, in float64."""
+    assert int(good(run(PYTHON, "-c", LARGE, tmp_path, env=FROM_ROOT)).out) < 32
 
 
 def test_a_run_that_fails_does_not_differ(records, tmp_path):
