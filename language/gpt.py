@@ -1,8 +1,8 @@
 """A language model with Llama's architecture and parameter names, so that it can load published weights."""
 import math
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,51 @@ PEAKS = {"A100": 312, "H[12]00 NVL": 835, "H100 PCIe": 756, "G?H[12]00": 989, "B
          "RTX 4090$": 165, "MI300X": 1307}
 
 
+class Product(torch.autograd.Function):
+    """Multiplies `x` by several weights at once.
+
+    backward() joins the weights again: a joined copy that is kept for it would take memory that FSDP2 frees.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, torch.cat(weights).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        x_gradient = gradient @ torch.cat(weights).to(x.dtype)
+        joined = (gradient.flatten(0, 1).t() @ x.flatten(0, 1)).to(weights[0].dtype)
+        return x_gradient, *joined.split([len(weight) for weight in weights])
+
+
+def project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """Return the outputs of `layers` for `x`. If all of them are plain linear layers, one product computes them.
+
+    Otherwise, each layer is called: it may have hooks or an adapter such as LoRA, or be split over processes.
+    """
+    x = x.to(product_type(x.dtype, x.device))  # once for all layers
+    if not all(map(is_plain, layers)):
+        return [layer(x) for layer in layers]
+    weights = [cast(Tensor, layer.weight) for layer in layers]
+    return Product.apply(x, *weights).split([len(weight) for weight in weights], -1)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether calling `layer` only multiplies by its weight, which is a whole tensor."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return (type(layer) is nn.Linear and layer.bias is None and type(layer.weight) is nn.Parameter
+            and not any(hooks) and "forward" not in vars(layer))
+
+
+def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type in which `device` multiplies tensors of this `dtype`. Autocast lowers only float32."""
+    if dtype == torch.float32 and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
 class Attention(nn.Module):
     """Causal self-attention (N, T, width) -> (N, T, width) with rotary position embeddings (arXiv:2104.09864)."""
 
@@ -53,8 +98,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotations: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
         count, length, _ = x.shape
-        q, k, v = (project(x).view(count, length, -1, self.head_width).transpose(1, 2)
-                   for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (part.view(count, length, -1, self.head_width).transpose(1, 2)
+                   for part in project(x, self.q_proj, self.k_proj, self.v_proj))
         values = attend(rotate(q, rotations), rotate(k, rotations), v, mask)
         return self.o_proj(values.transpose(1, 2).reshape(count, length, -1))
 
@@ -68,6 +113,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(size.hidden, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(product_type(x.dtype, x.device))  # once for both
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -150,9 +196,10 @@ class GPT(nn.Module):
         width, precise = self.size.width // self.size.heads, torch.float32 if every.is_mps else torch.float64
         speeds = self.size.base ** (-torch.arange(0, width, 2, device=every.device).to(precise) / width)
         angles = positions[:, None] * speeds
+        dtype = product_type(self.model.embed_tokens.weight.dtype, tokens.device)
         mask = None if self.end is None else same_document(tokens, self.end, positions)
         rotations = torch.stack([angles.cos(), angles.cos(), -angles.sin(), angles.sin()], 1).view(-1, 2, width)
-        return rotations.transpose(0, 1), mask, self.attend
+        return rotations.transpose(0, 1).to(dtype), mask, self.attend
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -162,9 +209,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """
     causal = mask is None and q.shape[2] == k.shape[2]
     mask = causal_lower_right(q.shape[2], k.shape[2]) if mask is None and not causal else mask
-    if k.shape[1] < q.shape[1]:
+    if k.shape[1] < q.shape[1] and not k.is_cpu:  # a GPU's kernels share keys only in 16 bits and without a mask
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+    shared = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=shared)
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""The language model computes what its formulas say, in few operators, and calls the layers that a reader puts in."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.language import gpt
+
+SIZE = gpt.Size(32, 2, 4, 2, 48, base=50.0)
+
+
+def formula(weights, tokens, size):
+    """Return Llama's logits (N, T, vocabulary), position by position and head by head."""
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[f"model.{name}.weight"]
+
+    def turned(vector, position):
+        """`vector` (width of a head): each pair (i, i + half), as a complex number, times exp(1j * angle)."""
+        half = len(vector) // 2
+        pairs = torch.complex(vector[:half], vector[half:])
+        angles = position / size.base ** (torch.arange(half, dtype=torch.float64) / half)
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([pairs.real, pairs.imag])
+
+    x, width = F.embedding(tokens, weights["model.embed_tokens.weight"]), size.width // size.heads
+    for number in range(size.layers):
+        layer = {name: weights[f"model.layers.{number}.{name}_proj.weight"] for name in (
+            "self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")}
+        y = norm(x, f"layers.{number}.input_layernorm")
+        q, k, v = (y @ layer[f"self_attn.{name}"].t() for name in "qkv")
+        rows = []
+        for sequence in range(len(tokens)):
+            columns = []
+            for head in range(size.heads):
+                group = head // (size.heads // size.groups)
+                own, shared = slice(head * width, (head + 1) * width), slice(group * width, (group + 1) * width)
+                queries, keys = (torch.stack([turned(vector, position) for position, vector in enumerate(part)])
+                                 for part in (q[sequence, :, own], k[sequence, :, shared]))
+                scores = (queries @ keys.t() / math.sqrt(width)).tril() + torch.full_like(
+                    queries @ keys.t(), -math.inf).triu(1)
+                columns.append(scores.softmax(1) @ v[sequence, :, shared])
+            rows.append(torch.cat(columns, 1))
+        x = x + torch.stack(rows) @ layer["self_attn.o"].t()
+        y = norm(x, f"layers.{number}.post_attention_layernorm")
+        gate = y @ layer["mlp.gate"].t()
+        x = x + (gate * gate.sigmoid() * (y @ layer["mlp.up"].t())) @ layer["mlp.down"].t()
+    return norm(x, "norm") @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).t()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_and_gradients_are_those_of_the_formulas(tied):
+    torch.manual_seed(0)
+    size = SIZE._replace(tied=tied)
+    model, tokens = gpt.GPT(size, 64).double(), torch.randint(64, (2, 7))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    logits, expected = model(tokens), formula(dict(model.named_parameters()), tokens, size)
+    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-12)
+    found, wanted = (torch.autograd.grad(result.square().sum(), [*model.parameters()]) for result in (logits, expected))
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of all operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+def count(layers, lower):
+    """Return the numbers of products and casts in the forward and the backward pass of `layers` blocks."""
+    model, tokens = gpt.GPT(SIZE._replace(layers=layers), 64), torch.randint(64, (2, 8))
+    with Operators() as forward, torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        loss = gpt.loss(model(tokens), tokens)
+    with Operators() as backward:
+        loss.backward()
+    return [run.names.count(name) for run in (forward, backward) for name in ("mm", "_to_copy")]
+
+
+def test_a_block_needs_few_products_and_casts():
+    """Queries, keys and values are one product, and each norm's output is cast once.
+
+    With autocast, a block casts 5 weights and 2 outputs of norms, and in backward() the gradients of all these and of
+    what it adds to the residual stream, twice. The joined weight is cast once more.
+    """
+    plain, lower = ([two - one for one, two in zip(count(1, lower), count(2, lower))] for lower in (False, True))
+    assert plain == [5, 0, 10, 0]
+    assert lower == [5, 7, 10, 10]
+
+
+class Adapter(nn.Module):
+    """LoRA, as a reader would write it: the layer, and a product of two small matrices."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.weight, self.bias = layer, layer.weight, layer.bias
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def doubled(layer):
+    other = Doubled(layer.in_features, layer.out_features, bias=False)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def biased(layer):
+    layer.bias = nn.Parameter(torch.ones(layer.out_features))
+    return layer
+
+
+def patched(layer):
+    layer.forward = lambda x, own=layer.forward: own(x) + 1
+    return layer
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda layer, inputs, output: output + 1)
+    return layer
+
+
+def hooked_before(layer):
+    layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0] + 1,))
+    return layer
+
+
+def hooked_backward(layer):
+    layer.register_full_backward_hook(lambda layer, gradients, _: (gradients[0] + 1,))
+    return layer
+
+
+@pytest.mark.parametrize("change", [Adapter, doubled, biased, patched, hooked, hooked_before, hooked_backward])
+@pytest.mark.parametrize("name", ["q_proj", "v_proj"])
+def test_a_layer_that_a_reader_changes_is_called(change, name):
+    torch.manual_seed(0)
+    model, tokens = gpt.GPT(SIZE, 64), torch.randint(64, (2, 8))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+
+    def gradient():
+        return torch.autograd.grad(model(tokens).sum(), model.model.embed_tokens.weight)[0]
+
+    before, attention = gradient(), model.model.layers[0].self_attn
+    setattr(attention, name, change(getattr(attention, name)))
+    assert (gradient() - before).abs().max() > 1e-2
