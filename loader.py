@@ -20,7 +20,7 @@ Parent: none
 import os
 import time
 
-from common import cli, datasets, devices, endings, errors, launch, reduce
+from common import cli, devices, errors, launch, loading, reduce
 from common.pairs import pairs
 
 import torch
@@ -87,7 +87,7 @@ class PairLoader:
         self.sampler, self.device, self.epoch, self.skip = sampler, device, 1, 0
         self.batch_size, self.rest = batch_size, pairs.Rest(sampler)
         self.dataset = PairDataset(pair_list, cuts)
-        options = datasets.loader_options(workers, device, self.dataset) | {"drop_last": cuts.train}
+        options = loading.options(workers, device, self.dataset) | {"drop_last": cuts.train}
         self.dataset.ring = pairs.Ring(options["num_workers"], batch_size, cuts.crop)
         self.loader = DataLoader(self.dataset, batch_size, sampler=self.rest, **options)
 
@@ -136,7 +136,7 @@ def build_loader(args):
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
     if cuts.train:
-        seed = datasets.mix(args.seed)
+        seed = loading.seed(args.seed)
         sampler = DistributedSampler(pair_list, world_size, rank, seed=seed, drop_last=True)
     else:
         sampler = range(rank, len(pair_list), world_size)
@@ -187,7 +187,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
         join_group(args)
         main(args)

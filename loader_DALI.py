@@ -14,7 +14,7 @@ Parent: loader.py
 import os
 import time
 
-from common import cli, datasets, devices, endings, errors, launch, reduce
+from common import cli, devices, errors, launch, loading, reduce
 from common.pairs import pairs
 
 # new # DALI
@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     if __name__ != "__main__":
         raise
-    with endings.report_errors():
+    with cli.report_errors():
         raise errors.UsageError(f"no NVIDIA DALI ({error}): pip install -r requirements/dali.txt") from None
 
 
@@ -209,7 +209,7 @@ def build_loader(args):
     rank, world_size = reduce.get_rank(), reduce.get_world_size()
     batch_size = reduce.exact_share(args.batch_size, world_size)
     if cuts.train:
-        seed = datasets.mix(args.seed)
+        seed = loading.seed(args.seed)
         sampler = DistributedSampler(pair_list, world_size, rank, seed=seed, drop_last=True)
     else:
         sampler = range(rank, len(pair_list), world_size)
@@ -260,7 +260,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
         join_group(args)
         main(args)

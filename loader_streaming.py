@@ -16,7 +16,7 @@ Parent: loader.py
 import os
 import time
 
-from common import cli, datasets, devices, endings, errors, launch, reduce
+from common import cli, devices, errors, launch, loading, reduce
 from common.pairs import pairs
 
 # new # streaming
@@ -155,7 +155,7 @@ class PairLoader:
         # new # streaming
         self.batch_size = batch_size
         self.dataset = Stream(pair_list, cuts, sampler, batch_size)
-        options = datasets.loader_options(workers, device, self.dataset)
+        options = loading.options(workers, device, self.dataset)
 
         self.dataset.ring = pairs.Ring(options["num_workers"], batch_size, cuts.crop)
 
@@ -269,7 +269,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
         join_group(args)
         main(args)

@@ -21,16 +21,16 @@ import sys
 from itertools import islice
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, recipe, reduce
 
 # new # FSDP
-from common import clipping, initial, layers, recipe, shards
+from common import clipping, layers, replay, shards
 
 # new # elastic
 from common import signals
 
 # new # DCP
-from common import folders
+from common import dcp_folders
 
 
 import torch
@@ -50,7 +50,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
-METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
+METRICS = {"accuracy": recipe.top(1), "top5": recipe.top(5)}  # yours: the metrics, one value per sample
 
 
 def parse_args():
@@ -109,9 +109,9 @@ class ResumableSampler(DistributedSampler):
 
 # new # DCP: copy the shards now, and write the copies while training continues; .metadata comes last
 def save(folder, steps, state, group, stager, saving, **values):
-    folders.wait(saving)
-    folders.prune(folder)
-    path, tensors = folders.create(folder, steps, state, **values)
+    dcp_folders.wait(saving)
+    dcp_folders.prune(folder)
+    path, tensors = dcp_folders.create(folder, steps, state, **values)
     return dcp.async_save(tensors, checkpoint_id=path, process_group=group, async_stager=stager)
 
 
@@ -133,7 +133,7 @@ def evaluate(model, loader, normalize, device):
             continue
         outputs, targets, left = outputs[:left], targets[:left], left - len(targets)
 
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -146,7 +146,7 @@ def evaluate(model, loader, normalize, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -164,7 +164,7 @@ def main(args):
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
 
     # new # DCP: elastic: a separate CPU group keeps the messages of saving apart from those of training
-    cpu_group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
+    cpu_group, stager, saving = dist.new_group(backend="gloo"), dcp_folders.create_stager(device.type), None
 
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
@@ -175,10 +175,10 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
     # new # elastic
-    sampler = ResumableSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = ResumableSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
 
     # new # elastic: loader workers ignore the signals of Slurm or a launcher; this process handles them
     train_options["worker_init_fn"] = val_options["worker_init_fn"] = signals.shield_worker
@@ -194,7 +194,7 @@ def main(args):
 
     # yours: the model
     # new # FSDP: create tensors without data; later, each process draws all weights and keeps its shards
-    model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
+    model, weights = replay.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
@@ -205,7 +205,7 @@ def main(args):
         models.freeze_layers(model)
 
     # new # FSDP: shard each block, then the rest, before the optimizer gets the parameters
-    mesh = dist.init_device_mesh(device.type, **shards.grid(args.replicas, device))
+    mesh = dist.init_device_mesh(device.type, **shards.fsdp_mesh(args.replicas, device))
     half, single = (torch.bfloat16, torch.float32) if args.bf16 else (None, None)
     policy, root_policy = MixedPrecisionPolicy(half, single), MixedPrecisionPolicy(half, single, single)
     blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
@@ -218,12 +218,12 @@ def main(args):
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
-        recipe.compile_blocks(model)
+        layers.compile_blocks(model)
 
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # elastic: the position within the epoch, if the checkpoint is a snapshot
@@ -231,7 +231,7 @@ def main(args):
     progress = {"step": 0, "train_loss": 0.0, "order": order}
 
     # new # DCP: FSDP + elastic: resume from a file, or from a folder that any number of processes wrote
-    start_epoch, best_score = folders.resume(args.resume, folder, state, progress, dcp.load)
+    start_epoch, best_score = dcp_folders.resume(args.resume, folder, state, progress, dcp.load)
 
     if progress["order"] != order:
         raise errors.UsageError(f"--resume: this epoch began with {progress['order']}; use it, not {order}")
@@ -259,10 +259,10 @@ def main(args):
     headline += f" in {shards.count_units(model)} FSDP units"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     # new # DCP: reject folders that are newer than this run: prune() would delete this run's instead
-    folders.reject_newer(folder, (start_epoch - 1) * len(train_loader) + progress["step"])
+    dcp_folders.reject_newer(folder, (start_epoch - 1) * len(train_loader) + progress["step"])
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -270,7 +270,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         # new # elastic: skip the finished steps of this epoch without reading their samples
         first_step, progress["step"] = progress["step"], 0
@@ -290,7 +290,7 @@ def main(args):
         # new # elastic: steps count from the start of the epoch; dropout depends on the step
         bar.update(first_step)
         for step, batch in enumerate(bar, first_step + 1):
-            torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
+            torch.manual_seed(loading.seed(args.seed, epoch, step, rank))
 
             inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
@@ -337,7 +337,7 @@ def main(args):
             if stopping:
 
                 # new # DCP: elastic: every rank waits, because each writes a part
-                folders.wait(saving)
+                dcp_folders.wait(saving)
 
                 dist.barrier()
                 if reduce.is_main_process():
@@ -379,7 +379,7 @@ def main(args):
               f"{speed:,.0f} images/s{devices.peak_memory(device)}")
 
     # new # DCP
-    folders.wait(saving)
+    dcp_folders.wait(saving)
 
 
 # new # DDP: connect the processes of one launch
@@ -397,7 +397,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -8,7 +8,7 @@ Parent: train.py
 import atexit
 import time
 
-from common import checkpoint, cli, datasets, devices, endings, errors, models
+from common import checkpoint, cli, datasets, devices, errors, loading, models, recipe
 import torch
 
 # new # DP
@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
-METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
+METRICS = {"accuracy": recipe.top(1), "top5": recipe.top(5)}  # yours: the metrics, one value per sample
 
 
 def parse_args():
@@ -55,7 +55,7 @@ def evaluate(model, loader, normalize, device):
     for batch in loader:
         inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(inputs))
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -65,7 +65,7 @@ def evaluate(model, loader, normalize, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -84,8 +84,8 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
     val_loader = DataLoader(val_set, local_batch_size, **val_options)
     normalize = datasets.Normalize(train_set).to(device)
@@ -101,7 +101,7 @@ def main(args):
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
 
@@ -120,13 +120,13 @@ def main(args):
     layout = f"1 process x 1 micro-batch x {local_batch_size} over {len(device_ids) or 1} device(s)"
 
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
-    writer = open_log(args, start_epoch, headline)
+    writer = start_log(args, start_epoch, headline)
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
-        sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch))
+        sampler.generator.manual_seed(loading.seed(args.seed) + epoch)
+        torch.manual_seed(loading.seed(args.seed, epoch))
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -177,6 +177,6 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
         main(args)

@@ -18,10 +18,10 @@ from datetime import timedelta
 from functools import partial
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, recipe, reduce
 
 # new # PP
-from common import clipping, initial, pipeline, shards
+from common import clipping, pipeline, replay, shards
 
 import torch
 
@@ -37,7 +37,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
-METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
+METRICS = {"accuracy": recipe.top(1), "top5": recipe.top(5)}  # yours: the metrics, one value per sample
 
 
 def parse_args():
@@ -94,7 +94,7 @@ def evaluate(model, loader, normalize, device):
         if outputs is None:
             continue
 
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -107,7 +107,7 @@ def evaluate(model, loader, normalize, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -148,10 +148,10 @@ def main(args):
     # new # PP: all processes read whole batches: the first stage needs inputs, the last one targets
     local_batch_size = args.batch_size
     micro_batches = pipeline.split_batch(args.batch_size, args.micro_batches, world_size, args.chunks)
-    sampler = DistributedSampler(train_set, 1, 0, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = DistributedSampler(train_set, 1, 0, seed=loading.seed(args.seed), drop_last=True)
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # PP
@@ -163,7 +163,7 @@ def main(args):
 
     # yours: the model
     # new # PP: create tensors without data; later, each process draws all weights and keeps its layers
-    model, weights = initial.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
+    model, weights = replay.outline(models.create_model, args.model, *datasets.classes_and_shape(train_set))
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model
@@ -183,7 +183,7 @@ def main(args):
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # PP: each process takes the tensors of its layers from the file
@@ -207,7 +207,7 @@ def main(args):
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -215,7 +215,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -300,7 +300,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

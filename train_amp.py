@@ -16,7 +16,7 @@ import os
 from datetime import timedelta
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, recipe, reduce
 
 import torch
 
@@ -29,7 +29,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
-METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
+METRICS = {"accuracy": recipe.top(1), "top5": recipe.top(5)}  # yours: the metrics, one value per sample
 
 
 def parse_args():
@@ -79,7 +79,7 @@ def evaluate(model, loader, normalize, device):
     for batch in loader:
         inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(inputs))
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -92,7 +92,7 @@ def evaluate(model, loader, normalize, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -113,10 +113,10 @@ def main(args):
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
-    sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = DistributedSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
@@ -146,7 +146,7 @@ def main(args):
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # amp: small gradients vanish in fp16; scaling the loss prevents that
@@ -174,7 +174,7 @@ def main(args):
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -182,7 +182,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -269,7 +269,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -24,7 +24,7 @@ import sys
 from itertools import islice
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, recipe, reduce
 
 # new # elastic
 from common import signals
@@ -40,7 +40,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 criterion = torch.nn.CrossEntropyLoss()  # yours: the loss, a mean over the samples
-METRICS = {"accuracy": models.top(1), "top5": models.top(5)}  # yours: the metrics, one value per sample
+METRICS = {"accuracy": recipe.top(1), "top5": recipe.top(5)}  # yours: the metrics, one value per sample
 
 
 def parse_args():
@@ -97,7 +97,7 @@ def evaluate(model, loader, normalize, device):
     for batch in loader:
         inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(normalize(inputs))
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -110,7 +110,7 @@ def evaluate(model, loader, normalize, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -137,10 +137,10 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
     # new # elastic
-    sampler = ResumableSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = ResumableSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
 
     # new # elastic: loader workers ignore the signals of Slurm or a launcher; this process handles them
     train_options["worker_init_fn"] = val_options["worker_init_fn"] = signals.shield_worker
@@ -174,7 +174,7 @@ def main(args):
     # yours: the optimizer; scale the learning rate linearly with the batch size only for SGD
     lr = args.lr * args.batch_size / 128
     optimizer = torch.optim.SGD(models.parameter_groups(model, args.weight_decay), lr, args.momentum)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     # new # elastic: the position within the epoch, if the checkpoint is a snapshot
@@ -204,7 +204,7 @@ def main(args):
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -212,7 +212,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         # new # elastic: skip the finished steps of this epoch without reading their samples
         first_step, progress["step"] = progress["step"], 0
@@ -232,7 +232,7 @@ def main(args):
         # new # elastic: steps count from the start of the epoch; dropout depends on the step
         bar.update(first_step)
         for step, batch in enumerate(bar, first_step + 1):
-            torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
+            torch.manual_seed(loading.seed(args.seed, epoch, step, rank))
 
             inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
@@ -331,7 +331,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

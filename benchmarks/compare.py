@@ -19,7 +19,7 @@ import tempfile
 from tqdm import tqdm
 
 from benchmarks import measure, tables
-from common import cli, devices, endings
+from common import cli, devices
 
 
 def one_run(script: str, seed: int, args, processes: int) -> dict:
@@ -66,5 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

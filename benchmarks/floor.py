@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from benchmarks import loops, measure
 from benchmarks.tables import OTHERS, floor_table, path_of, ratio, save, spread
-from common import cli, devices, endings, models
+from common import cli, devices, models
 
 DETECTOR = "yolov3-tiny"
 SCRIPTS = ["train_DDP.py", "train_mp.py", "train_grad_accum.py"]
@@ -87,5 +87,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import ROOT, language_table, path_of, ratio, save, spread
-from common import cli, devices, endings
+from common import cli, devices
 from common.checkpoint import load_file
 from common.errors import UsageError
 from language import gpt, llama, text
@@ -128,5 +128,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

@@ -34,7 +34,7 @@ import loader
 import loader_streaming
 from benchmarks import measure
 from benchmarks.tables import RESULTS, around, ratio, save, spread, table
-from common import cli, devices, endings, launch
+from common import cli, devices, launch
 from common.images import decode_image
 from common.pairs import pairs, tars
 
@@ -243,5 +243,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

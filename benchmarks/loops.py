@@ -27,7 +27,7 @@ from torchvision import transforms
 from tqdm import tqdm
 
 from benchmarks import measure
-from common import cli, datasets, devices, endings, launch, models, reduce
+from common import cli, datasets, devices, launch, models, reduce
 from detection import data, yolov3
 from language import gpt, text
 
@@ -196,5 +196,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

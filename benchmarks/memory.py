@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import ROOT, memory_table, path_of, save
-from common import checkpoint, cli, endings, models
+from common import checkpoint, cli, models
 from language import gpt, text
 from common.reduce import get_world_size
 
@@ -181,5 +181,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         watch(*sys.argv[2:]) if sys.argv[1:2] == ["watch"] else main()

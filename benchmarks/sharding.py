@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import ROOT, path_of, ratio, save, sharding_table, spread
-from common import checkpoint, endings, folders, models, pipeline, shards
+from common import checkpoint, cli, dcp_folders, models, pipeline, shards
 
 PROCESSES, STEPS = 2, 6
 MICRO_BATCHES = [2, 4, 8]  # numbers of micro-batches of IMAGES images each
@@ -36,7 +36,7 @@ launch = functools.partial(measure.launch_and_read, PROCESSES, "benchmarks.shard
 # For each script, the calls for which training waits at each checkpoint, in order
 SAVING = {"train_FSDP.py": [(shards, "gather"), (checkpoint, "save_checkpoint")],
           "train_elastic.py": [(checkpoint.BackgroundWriter, "save")],
-          "train_DCP.py": [(folders, "wait"), (folders, "prune"), (folders, "create"), (dcp, "async_save")]}
+          "train_DCP.py": [(dcp_folders, "wait"), (dcp_folders, "prune"), (dcp_folders, "create"), (dcp, "async_save")]}
 
 
 def watch(place: Any, name: str, note: Callable[[str, tuple, float], None]) -> None:
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         if "RANK" not in os.environ:
             main()
         elif sys.argv[1] == "bubbles":

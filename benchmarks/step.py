@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.tables import path_of, ratio, save, spread, step_table
-from common import datasets, devices, endings, errors, models
+from common import cli, datasets, devices, errors, models
 
 PLAIN, PRECISIONS = "as in the scripts", {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHANGES = {PLAIN: {}, "torch's default layout": {"contiguous": True}, "fused optimizer": {"fused": True},
@@ -165,5 +165,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

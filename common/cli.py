@@ -1,10 +1,38 @@
-"""The command line: validated arguments and one-line errors."""
+"""The frame of a script: validated arguments, one-line errors, and how its run ends."""
 import argparse
+import atexit
+import contextlib
+import logging
 import math
-from collections.abc import Callable, Mapping
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import NoReturn
 
-from .errors import UsageError
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException
+
+from .errors import ProcessError, RunError, UsageError
+from .launch import end_with_launcher, is_slurm_task
+
+PATIENCE = 10  # seconds: a process that only lost a connection waits this long for the launcher to end it
+# From torch/utils/data/_utils/signal_handling.py; an error in a dataset says "Caught ... in DataLoader worker" instead
+WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
+# Messages of gloo, the store and NCCL about a lost peer. Under NCCL, torch's watchdog usually ends the process first,
+# with SIGABRT, so nothing in this file runs (see docs/operations.md)
+LATE = re.compile(r"timed? ?out", re.I)
+PEER_LOST = re.compile(rf"{LATE.pattern}|connection (was )?(closed|reset|refused)|broken pipe|unreachable|"
+                       "no route to host|remote process exited", re.I)
+
+noted = threading.Event()  # set by a signal that does not end the process: see signals.note_signals
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -47,3 +75,149 @@ positive = _number(float, lambda value: value > 0, "a number above 0")
 not_negative = _number(float, lambda value: value >= 0, "a number, 0 or more")
 fraction = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 port_number = _number(int, lambda value: 0 < value < 65536, "a port, 1 to 65535")
+
+
+def explain(error: BaseException) -> str | None:
+    """Return the line to print for an expected error (for a lost connection, the whole message), else None."""
+    text = str(error).strip()
+    # An error from a loader worker or from DataParallel includes a traceback, which ends with "Class: message"
+    last = "".join(text.splitlines()[-1:]).removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
+    if isinstance(error, (UsageError, RunError)):
+        return last
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {last} try a smaller --batch-size, or train_grad_accum.py"
+    if isinstance(error, RuntimeError) and WORKER_DIED.match(text):
+        return f"{text} (out of memory? try fewer --workers)"
+    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in text:
+        return f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this host; choose another port"
+    if lost_the_others(error):
+        late = LATE.search(text)
+        advice = "check the hosts, the network and --timeout" if late else "the first process that failed says why"
+        return f"{_where(error)}lost the other processes: {text} ({advice})"
+    return None
+
+
+def lost_the_others(error: BaseException) -> bool:
+    """Return whether the error means that another process, or the connection to it, is lost."""
+    # torch 2.15's NCCL group raises a RuntimeError: NCCLException in torch/csrc/distributed/c10d/nccl2
+    from_peers = isinstance(error, dist.DistError) or type(error) is RuntimeError and re.search("gloo|NCCL", str(error))
+    return bool(from_peers and PEER_LOST.search(str(error)))
+
+
+@contextlib.contextmanager
+def report_errors() -> Iterator[None]:
+    """Run a script in this context, which prints one line for an expected failure and sets the exit code.
+
+    If all processes know the cause, the main process reports it. Otherwise, the process that failed reports it, with
+    its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
+    error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
+    After a failure, the process flushes its output and exits at once. The process does not destroy the process group,
+    because that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within
+    a node). A process that was in a group also exits at once when its script is done: torch's caches keep meshes and
+    their groups alive, so gloo's threads outlive destroy_process_group(), and Python aborts at exit if such a thread
+    still has a tensor (docs/pitfalls.md, E15). Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143
+    for SIGTERM.
+    """
+    end_with_launcher()
+    if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
+        sys.stdout.reconfigure(line_buffering=True)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # mp.spawn would log the error, too
+    if not _several():
+        signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the job does not ignore Ctrl-C
+        signal.signal(signal.SIGINT, _interrupt)
+    codes: list[int] = []  # the exit code, if any; the handler below is registered first, so it runs last
+    atexit.register(lambda: _exit_at_once(codes[0]) if codes else None)
+    try:
+        yield
+        codes += [0] if "RANK" in os.environ else []
+    except SystemExit as end:  # --help, or the exit code of a script with snapshots
+        codes += [int(end.code or 0)] if "RANK" in os.environ else []
+        raise
+    except BaseException as error:
+        codes.append(1)
+        said = _last_words(error)
+        if not said:
+            raise
+        line, codes[0] = said
+        if line:
+            print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr)
+        sys.exit(codes[0])
+
+
+def _last_words(error: BaseException) -> tuple[str | None, int] | None:
+    """Return (the line or None, the exit code) for an expected error, None for any other."""
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    if isinstance(error, KeyboardInterrupt):
+        return _interrupted(error, rank)
+    if isinstance(error, ProcessExitedException):  # in mp.spawn's parent; the failed process has already reported it
+        if error.exit_code >= 0:
+            return None, error.exit_code
+        name = signal.Signals(-error.exit_code).name
+        return f"process {error.error_index} was killed by {name}; the others were stopped", 1
+    line = explain(error)
+    if not line:
+        return None
+    if isinstance(error, (UsageError, RunError)) and not isinstance(error, ProcessError):
+        if rank and _must_end():
+            return None, error.exit_code
+        return f"rank {rank}: {line}" if rank else line, error.exit_code
+    # all processes of a host time out together: only one reports
+    bystander = lost_the_others(error) and (not LATE.search(line) or os.environ.get("LOCAL_RANK", "0") != "0")
+    if bystander and not noted.is_set() and _must_end():  # an earlier signal did not come from the launcher
+        return None, 1
+    return f"rank {rank}: {line}" if _several() else line, 1
+
+
+def _interrupted(error: KeyboardInterrupt, rank: int) -> tuple[str | None, int]:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the cleanup
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader worker ends
+    sys.unraisablehook = lambda _: None  # __del__ fails if the constructor was interrupted
+    code = error.args[0] if error.args else 128 + signal.SIGINT
+    if multiprocessing.parent_process() or rank:  # mp.spawn's parent or rank 0 reports
+        return None, code
+    for process in multiprocessing.active_children():
+        if process.daemon:  # a loader's worker; while it starts, an interrupt would end it with a traceback
+            process.kill()
+        elif code != 130 and process.pid:  # a terminal sends Ctrl-C to the children, too
+            os.kill(process.pid, signal.SIGINT)
+        process.join(3)
+        process.terminate()
+    return "interrupted" if code == 130 else "terminated by SIGTERM", code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    while frame and sys.platform != "win32":
+        if frame.f_code is BaseProcess.start.__code__:  # a half-started child would print a traceback: retry later
+            threading.Timer(0.01, os.kill, [os.getpid(), number]).start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt(128 + number)
+
+
+def _exit_at_once(code: int) -> None:
+    with contextlib.suppress(OSError):  # the reader of the output has exited
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _several() -> bool:
+    size = os.environ.get("WORLD_SIZE")
+    return int(size) > 1 if size else is_slurm_task()
+
+
+def _must_end() -> bool:
+    """Give the launcher PATIENCE seconds to end this process; return whether it sent a signal that is only noted.
+
+    A signal that another thread receives runs Python's handler only after wait() returns: so wait in short intervals.
+    """
+    return any(noted.wait(0.1) for _ in range(10 * PATIENCE))
+
+
+def _where(error: BaseException) -> str:
+    """Return the line of the script that raised the error, as "line 187: ", or "" if the script is not involved."""
+    numbers = [number for frame, number in traceback.walk_tb(error.__traceback__)
+               if os.path.basename(frame.f_code.co_filename) == os.path.basename(sys.argv[0])]
+    return f"line {numbers[-1]}: " if numbers else ""

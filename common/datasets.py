@@ -21,8 +21,7 @@ A dataset may have these attributes; the scripts also find them inside torch's S
 """
 import json
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
@@ -33,13 +32,12 @@ import torch.nn.functional as F
 from filelock import FileLock
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
+from torch.utils.data import IterableDataset
 
-from .errors import ProcessError, UsageError, reason
-from .launch import cores_per_process, tie_worker
+from . import loading
+from .errors import UsageError, reason
 from .reduce import is_main_process
 
-PINNED = ("cuda", "xpu")  # device types that copy pinned memory while the CPU continues
 SPLIT_SEED = 0  # for splitting datasets that have no validation set; does not depend on --seed
 
 
@@ -117,7 +115,7 @@ class ArrayDataset:
     def _augmented(self, images: Tensor, indices: Tensor) -> Tensor:
         epoch = int(self.epoch)
         if self.draws is None or self.draws[0] != epoch:  # draw for all samples at once: 50,000 draws take 1 ms
-            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            generator = torch.Generator().manual_seed(loading.seed(self.seed, epoch))
             self.draws = epoch, (torch.randint(9, (2, len(self)), generator=generator),
                                  torch.rand(len(self), generator=generator) < 0.5)
         (top, left), flip = self.draws[1][0][:, indices], self.draws[1][1][indices]
@@ -170,7 +168,8 @@ class FolderDataset:
 
         image = decode(os.fsdecode(self.paths[index]))
         with torch.random.fork_rng(devices=[]):  # so that any random transform is reproducible
-            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # seed only the CPU's generator
+            seed = loading.seed(self.seed, int(self.epoch), index)
+            torch.default_generator.manual_seed(seed)  # seeds only the CPU's generator
             return self.transform(image)
 
 
@@ -201,7 +200,7 @@ class Normalize(nn.Module):
 def _statistics(dataset: Any) -> tuple[Tensor, Tensor] | None:
     """Return the dataset's mean and std if each has one number per channel for pixels in [0, 1], else None."""
     try:
-        mean, std = (torch.as_tensor(_attribute(dataset, name), dtype=torch.get_default_dtype()).reshape(-1)
+        mean, std = (torch.as_tensor(loading.attribute(dataset, name), dtype=torch.get_default_dtype()).reshape(-1)
                      for name in ("mean", "std"))
     except (TypeError, ValueError, RuntimeError):  # the attributes are absent or not numbers
         return None
@@ -209,22 +208,9 @@ def _statistics(dataset: Any) -> tuple[Tensor, Tensor] | None:
     return (mean, std) if fits else None
 
 
-def _parts(dataset: Any) -> Iterator[Any]:
-    """Yield the dataset and, if it is a Subset or a ConcatDataset, the datasets inside it."""
-    yield dataset
-    inner = dataset.datasets if isinstance(dataset, ConcatDataset) else []
-    for part in [dataset.dataset] if isinstance(dataset, Subset) else inner:
-        yield from _parts(part)
-
-
-def _attribute(dataset: Any, name: str) -> Any:
-    """Return the attribute `name` of the dataset or of the first dataset inside it that has it; else None."""
-    return next((found for part in _parts(dataset) if (found := getattr(part, name, None)) is not None), None)
-
-
 def set_epoch(dataset: Any, epoch: int) -> None:
     """Call `set_epoch(epoch)`, where defined, on the dataset and on the datasets inside a Subset or ConcatDataset."""
-    for part in _parts(dataset):
+    for part in loading.parts_of(dataset):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
@@ -245,71 +231,16 @@ def classes_and_shape(dataset: Any) -> tuple[int, tuple[int, ...]]:
 
     Raises UsageError if the inputs are not images or the number of classes is unknown.
     """
-    count, shape = _attribute(dataset, "num_classes"), _attribute(dataset, "image_shape")
+    count, shape = loading.attribute(dataset, "num_classes"), loading.attribute(dataset, "image_shape")
     if shape is None:
         first = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]
-        shape = tuple(collate(first)[0].shape[1:])
+        shape = tuple(loading.collate(first)[0].shape[1:])
     if len(shape) != 3 or shape[2] <= 4 < shape[0]:  # the second test detects (H, W, C)
         raise UsageError(f"--model needs inputs of shape (C, H, W); those of this dataset are {tuple(shape)}; permute "
                          "them, or put your own model at '# yours: the model'")
-    if count is None and (names := _attribute(dataset, "classes")) is None:
+    if count is None and (names := loading.attribute(dataset, "classes")) is None:
         raise UsageError("the dataset does not specify its number of classes; set train_set.num_classes = NUMBER")
     return count or len(names), tuple(shape)
-
-
-def collate(batch: Any) -> Any:
-    """Collate a list of samples (input, target) into a batch; return a batch from `__getitems__` unchanged.
-
-    Numbers become tensors; floats get torch's default dtype.
-    """
-    if not isinstance(batch, list):
-        return batch
-    sample = batch[0]
-    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-        raise UsageError(f"a sample is {_describe(sample)}; the dataset must return a tuple (input, target)")
-    try:
-        parts = [default_collate([torch.tensor(float(part)) if isinstance(part, float) else part for part in column])
-                 for column in zip(*batch)]
-    except TypeError:
-        what = " and ".join(map(_describe, sample))
-        raise UsageError(f"a sample is {what}; the scripts need tensors, arrays or numbers (for PIL images, "
-                         "transform=torchvision.transforms.ToTensor())") from None
-    except RuntimeError as error:
-        raise ProcessError(f"the samples of a batch differ in shape: {reason(error)}; crop or pad them, or pass "
-                           "your own collate_fn to the loaders") from None
-    if not all(isinstance(part, Tensor) for part in parts):
-        raise UsageError(f"a sample is {' and '.join(map(_describe, sample))}; "
-                         "the input and the target must be one tensor each")
-    return parts
-
-
-def _describe(value: Any) -> str:
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"a {name} of {len(value)}" if isinstance(value, (tuple, list, dict)) else f"a {name}"
-
-
-def loader_options(workers: int | None, device: torch.device, dataset: object) -> dict[str, Any]:
-    """Return the DataLoader arguments for one dataset; training and validation sets can need different ones.
-
-    By default, `workers` is this process's share of the host's cores minus one, but at most the dataset's
-    `most_workers`, or 8 if the dataset has no such attribute. Workers stay alive between epochs, unless they would then
-    miss `set_epoch`. Batches are pinned if the device can copy them while the CPU continues. `non_blocking` copies are
-    safe only from pinned batches: on MPS, a copy from an unpinned batch can read memory that has already been reused
-    (pytorch issue 189690).
-    """
-    if workers is None:
-        most = _attribute(dataset, "most_workers")
-        workers = max(0, min(8 if most is None else most, cores_per_process() - 1))
-    epochs = [getattr(part, "epoch", None) for part in _parts(dataset) if hasattr(part, "set_epoch")]
-    stay = workers > 0 and all(isinstance(epoch, Tensor) and epoch.is_shared() for epoch in epochs)
-    return {"num_workers": workers, "persistent_workers": stay, "pin_memory": device.type in PINNED,
-            "collate_fn": collate, "worker_init_fn": tie_worker}
-
-
-def mix(*numbers: int) -> int:
-    """Return a 63-bit seed that depends on all the numbers and on their order."""
-    return random.Random(" ".join(map(str, numbers))).getrandbits(63)
 
 
 def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,7 @@ import functools
 
 import torch.utils.checkpoint
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from .errors import UsageError
 
@@ -47,3 +48,36 @@ def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> lis
     for layer in found if recompute else []:
         layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
     return found
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block of a model separately, so that equal blocks compile only once.
+
+    By default, Dynamo splits a graph where DDP's buckets end, so that DDP sends their gradients earlier
+    (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP can send
+    gradients whenever a block's backward pass ends.
+
+    Dynamo counts the graphs of blocks that share code together and stops compiling them after 8. A ResNet needs more:
+    it has eight kinds of blocks, each compiled for training and for evaluation. Dynamo would also take a size in which
+    two blocks differ for a size that varies, and compile slower code for all sizes (pytorch issue 102670). So if blocks
+    of one class have weights of different shapes, every block is compiled once for each size of its inputs. Other
+    models, such as transformers, keep Dynamo's default: a second graph, for all sizes, if the size of the inputs
+    varies.
+
+    Before torch 2.14, raises UsageError for an embedding that is split by tensor parallelism.
+    """
+    from torch._dynamo import config
+
+    meshes = [getattr(module.weight, "device_mesh", None) for module in model.modules()
+              if isinstance(module, nn.Embedding)]
+    if TorchVersion(torch.__version__) < "2.14" and any("tensor" in mesh.mesh_dim_names for mesh in meshes if mesh):
+        raise UsageError(f"--compile: torch {torch.__version__} cannot compile an embedding that is split by tensor "
+                         "parallelism; use torch 2.14 or newer, or omit --compile")
+
+    config.optimize_ddp = False
+    parts = blocks(model)
+    config.recompile_limit = max(config.recompile_limit, 8 * len(parts))
+    kinds = {(type(block), *[parameter.shape for parameter in block.parameters()]) for block in parts}
+    differ = len(kinds) > len({type(block) for block in parts})
+    for block in parts:
+        block.compile(dynamic=False if differ else None)

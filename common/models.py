@@ -1,7 +1,5 @@
 """The networks, and how to prepare one for training: load weights, freeze layers, group parameters."""
-import math
 import types
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +7,6 @@ from torch import Tensor, nn
 from .checkpoint import load_file
 from .errors import UsageError
 from .reduce import is_main_process
-from .vit import SIZES, ViT
 
 MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 
@@ -52,7 +49,9 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     channels, height, _ = image_shape
     if name == "cnn":
         return CNN(num_classes, image_shape)
-    if name in SIZES:
+    if name.startswith("vit"):
+        from .vit import ViT
+
         return ViT(name, num_classes, image_shape)
     from torchvision.models import resnet  # not at the top: importing torchvision takes half a second
 
@@ -63,37 +62,6 @@ def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> n
     elif channels != 3:
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return model
-
-
-def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a metric: for each sample, whether its label is among the `k` classes with the highest outputs.
-
-    The metric raises UsageError if its arguments are not class scores (N, classes) and integer targets (N,).
-    """
-    def hit(outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
-            shapes = f"{tuple(outputs.shape)} and {tuple(targets.shape)} {targets.dtype}"
-            raise UsageError(f"accuracy needs outputs (N, classes) and integer targets (N,); these are {shapes}; "
-                             "put your own metric at '# yours: the metrics'")
-        return (outputs.topk(min(k, outputs.shape[1])).indices == targets[:, None]).any(1)
-
-    return hit
-
-
-def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """Return the sum of each metric over a batch.
-
-    Raises UsageError, naming the metric, if it does not return one value per sample.
-    """
-    sums = []
-    for name, metric in metrics.items():
-        values = metric(outputs, targets)
-        if not isinstance(values, Tensor) or values.numel() != len(targets):
-            what = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise UsageError(f"the metric {name!r} returned {what} for {len(targets)} samples; it must return a tensor "
-                             "with one value per sample")
-        sums.append(values.sum())
-    return sums
 
 
 def load_weights(model: nn.Module, path: str, content: dict | None = None) -> None:
@@ -179,14 +147,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         {"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
-
-
-def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
-    """Return a function that maps the epoch to the learning-rate factor: half a cosine, from 1 to `lrf`.
-
-    The factor depends on the epoch alone, so a resumed run has exactly the same rates.
-    """
-    return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2
 
 
 def size(model: nn.Module) -> str:

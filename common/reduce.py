@@ -1,4 +1,4 @@
-"""Rank, world size and sums over the processes; without a process group, they are 0, 1 and the tensor itself."""
+"""Rank, world size and sums over the processes; without a process group, these are 0, 1 and a copy."""
 import os
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
@@ -33,10 +33,9 @@ def is_main_process() -> bool:
 
 def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over all processes, as a new tensor; every process must call it."""
-    if not dist.is_initialized():
-        return tensor
     tensor = tensor.clone()
-    dist.all_reduce(tensor)
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
     return tensor
 
 

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from .checkpoint import copied
-from .endings import end_at_once
 from .errors import UsageError
-from .initial import Weights, named_tensors
 from .reduce import get_world_size
+from .replay import Weights, named_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def grid(replicas: int, device: torch.device) -> dict[str, Any]:
+def fsdp_mesh(replicas: int, device: torch.device) -> dict[str, Any]:
     """Return the shape and dimension names of FSDP2's mesh for init_device_mesh().
 
     For one replica, the mesh has one dimension. With two dimensions, each FSDP2 unit would also all-reduce its
@@ -42,7 +41,6 @@ def divide(option: str, parts: int) -> tuple[int, int]:
 
     Raises UsageError, naming `option`, if `parts` does not divide the number of processes.
     """
-    end_at_once()
     world_size = get_world_size()
     if world_size % parts:
         raise UsageError(f"{option} {parts}: does not divide the {world_size} processes")

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 
-from .endings import noted
+from .cli import noted
 from .launch import tie_worker
 
 STOPPED = 85  # exit code of a run that saved and stopped because of a signal; a batch script restarts the run

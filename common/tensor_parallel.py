@@ -33,7 +33,7 @@ class SequenceParallel(parallel.SequenceParallel):
         return module
 
 
-def grid(size: int | None, device: torch.device) -> dict[str, Any]:
+def tp_mesh(size: int | None, device: torch.device) -> dict[str, Any]:
     """Return the shape and the dimension names, ("data", "tensor"), of a mesh of tensor groups for init_device_mesh().
 
     A group has `size` processes: by default 2, or 1 if the world size is odd. Raises UsageError if the groups would be

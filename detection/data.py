@@ -22,7 +22,8 @@ from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes
 from torchvision.utils import draw_bounding_boxes, make_grid
 
-from common.datasets import SPLIT_SEED, digits, mix
+from common import loading
+from common.datasets import SPLIT_SEED, digits
 from common.errors import ProcessError, UsageError, reason
 from common.images import decode
 from common.reduce import is_main_process
@@ -101,7 +102,8 @@ class Scenes(BoxDataset):
                        for label, image in zip(labels.tolist(), images) for ys, xs in [torch.where(image[0] >= INK)]]
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
-        draw = random.Random(mix(self.seed, int(self.epoch), index) if self.train else mix(SPLIT_SEED, index))
+        seed = loading.seed(self.seed, int(self.epoch), index) if self.train else loading.seed(SPLIT_SEED, index)
+        draw = random.Random(seed)
         noise = torch.frombuffer(bytearray(draw.randbytes(SIDE * SIDE)), dtype=torch.uint8) >> 3
         canvas = noise.reshape(SIDE, SIDE).expand(3, -1, -1).contiguous()
         rows: list[tuple[int, ...]] = []
@@ -155,7 +157,8 @@ class Files(BoxDataset):
             return letterbox(image, rows, self.image_size)
         boxes = BoundingBoxes(rows[:, 1:], format="XYXY", canvas_size=(height, width))
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix(self.seed, int(self.epoch), index))  # seed only the CPU's generator
+            seed = loading.seed(self.seed, int(self.epoch), index)
+            torch.default_generator.manual_seed(seed)  # seeds only the CPU's generator
             parts = self.transform({"image": image, "boxes": boxes, "labels": rows[:, :1]})
         return parts["image"], torch.cat([parts["labels"], parts["boxes"].as_subclass(Tensor)], 1)
 
@@ -296,7 +299,7 @@ def rescale(images: Tensor, labels: Tensor, seed: int, epoch: int, step: int) ->
     the range is scaled in proportion.
     """
     low, high = (max(1, round(images.shape[-1] * side / 416 / 32)) for side in (320, 608))
-    size = 32 * random.Random(mix(seed, epoch, step // 10)).randint(low, high)
+    size = 32 * random.Random(loading.seed(seed, epoch, step // 10)).randint(low, high)
     return resize(images, labels, size)
 
 

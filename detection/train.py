@@ -10,7 +10,7 @@ Parent: none
 import atexit
 import time
 
-from common import checkpoint, cli, datasets, devices, endings, errors, models
+from common import checkpoint, cli, datasets, devices, errors, loading, models
 
 from . import data, mean_ap, yolov3
 
@@ -72,7 +72,7 @@ def evaluate(model, loader, normalize, device):
     return loss, mean_ap.average_precision(torch.cat(rows), boxes)
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -94,8 +94,8 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
     val_loader = DataLoader(val_set, local_batch_size, **val_options)
     normalize = datasets.Normalize(train_set).to(device)
@@ -130,13 +130,13 @@ def main(args):
 
     layout = f"1 process x 1 micro-batch x {local_batch_size}"
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
-    writer = open_log(args, start_epoch, headline)
+    writer = start_log(args, start_epoch, headline)
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
-        sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch))
+        sampler.generator.manual_seed(loading.seed(args.seed) + epoch)
+        torch.manual_seed(loading.seed(args.seed, epoch))
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -192,6 +192,6 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
         main(args)

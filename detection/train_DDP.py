@@ -16,7 +16,7 @@ import os
 from datetime import timedelta
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, reduce
 
 from . import data, mean_ap, yolov3
 
@@ -99,7 +99,7 @@ def evaluate(model, loader, normalize, device):
     return loss, mean_ap.average_precision(torch.cat(rows), boxes)
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -123,10 +123,10 @@ def main(args):
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
-    sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = DistributedSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
@@ -184,7 +184,7 @@ def main(args):
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -192,7 +192,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -282,7 +282,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import batched_nms, box_iou, complete_box_iou_loss
 
-from common import cli, models
+from common import cli, models, recipe
 from common.checkpoint import load_file
-from common.endings import report_errors
 from common.errors import UsageError, reason
 from common.reduce import is_main_process
 
@@ -254,10 +253,10 @@ def save_weights(model: YOLOv3, path: str) -> None:
 def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable[[int], float]:
     """Return a function that maps the epoch, counted from 0, to the learning-rate factor.
 
-    The factor rises linearly over `warmup_epochs`. "cosine" is `models.cosine`; "step" multiplies the rate by
+    The factor rises linearly over `warmup_epochs`. "cosine" is `recipe.cosine`; "step" multiplies the rate by
     `lrf` ** 0.5 at 80 % and 90 % of the epochs. In the authors' cfg, this factor is 0.1.
     """
-    cosine = models.cosine(epochs, lrf)
+    cosine = recipe.cosine(epochs, lrf)
     rate = {"cosine": cosine, "step": lambda n: lrf ** (((n >= 0.8 * epochs) + (n >= 0.9 * epochs)) / 2)}[name]
     return lambda n: rate(n) * min(1, (n + 1) / (warmup_epochs + 1))
 
@@ -279,5 +278,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with report_errors():
+    with cli.report_errors():
         main()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, cli, endings, models
+from common import checkpoint, cli, models
 from common.errors import UsageError, reason
 from . import gpt
 
@@ -131,5 +131,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def grid(stages: int | None, tensor: int, device: torch.device) -> dict[str, Any]:
+def pp_mesh(stages: int | None, tensor: int, device: torch.device) -> dict[str, Any]:
     """Return the arguments of init_device_mesh() for a mesh ("pipeline", "data", "tensor").
 
     It has `stages` pipeline stages: by default 2, or 1 if the world size is odd. A tensor group has `tensor` processes.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.datasets import mix
+from common import loading
 from common.errors import ProcessError, UsageError, reason
 
 DATASETS = ["stdlib", "text", "tokens"]
@@ -46,7 +46,7 @@ class Windows:
         if self.seed is None:
             self.starts = torch.arange(self.count) * (last // max(1, self.count - 1))
         else:
-            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            generator = torch.Generator().manual_seed(loading.seed(self.seed, epoch))
             self.starts = torch.randint(last + 1, (self.count,), generator=generator)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:

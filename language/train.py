@@ -10,9 +10,9 @@ Parent: none
 import atexit
 import time
 
-from common import checkpoint, cli, datasets, devices, endings, errors, models
+from common import checkpoint, cli, datasets, devices, errors, loading, models, recipe
 
-from common.recipe import WarmUp
+from common.updates import WarmUp
 from . import gpt, llama, text
 
 import torch
@@ -62,7 +62,7 @@ def evaluate(model, loader, device):
     for batch in loader:
         inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(inputs)
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -72,7 +72,7 @@ def evaluate(model, loader, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -92,8 +92,8 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
     val_loader = DataLoader(val_set, local_batch_size, **val_options)
 
@@ -111,7 +111,7 @@ def main(args):
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state)
 
@@ -129,13 +129,13 @@ def main(args):
 
     data = f"{args.dataset}: {text.digest(train_set)}"
     headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
-    writer = open_log(args, start_epoch, headline)
+    writer = start_log(args, start_epoch, headline)
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
-        sampler.generator.manual_seed(datasets.mix(args.seed) + epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch))
+        sampler.generator.manual_seed(loading.seed(args.seed) + epoch)
+        torch.manual_seed(loading.seed(args.seed, epoch))
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -187,6 +187,6 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
         main(args)

@@ -25,15 +25,15 @@ import sys
 from itertools import islice
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, recipe, reduce
 
 # new # FSDP
-from common import clipping, initial, layers, recipe, shards
+from common import clipping, layers, replay, shards
 
 # new # TP
 from common import tensor_parallel
 
-from common.recipe import WarmUp
+from common.updates import WarmUp
 from . import gpt, llama, text
 
 # new # CP
@@ -47,7 +47,7 @@ from . import stages
 from common import signals
 
 # new # DCP
-from common import folders
+from common import dcp_folders
 
 
 import torch
@@ -183,9 +183,9 @@ class ResumableSampler(DistributedSampler):
 
 # new # DCP: copy the shards now, and write the copies while training continues; .metadata comes last
 def save(folder, steps, state, group, stager, saving, **values):
-    folders.wait(saving)
-    folders.prune(folder)
-    path, tensors = folders.create(folder, steps, state, **values)
+    dcp_folders.wait(saving)
+    dcp_folders.prune(folder)
+    path, tensors = dcp_folders.create(folder, steps, state, **values)
     return dcp.async_save(tensors, checkpoint_id=path, process_group=group, async_stager=stager)
 
 
@@ -215,7 +215,7 @@ def evaluate(model, loader, device):
             continue
         outputs, targets, left = outputs[:left], targets[:left], left - len(targets)
 
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -228,7 +228,7 @@ def evaluate(model, loader, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -263,7 +263,7 @@ def main(args):
     stop = signals.note_signals("SIGTERM", "SIGUSR1")
 
     # new # DCP: elastic: a separate CPU group keeps the messages of saving apart from those of training
-    cpu_group, stager, saving = dist.new_group(backend="gloo"), folders.create_stager(device.type), None
+    cpu_group, stager, saving = dist.new_group(backend="gloo"), dcp_folders.create_stager(device.type), None
 
     # yours: the data; a sample is a window of tokens, and its targets are the next tokens
     train_set, val_set = text.create_datasets(
@@ -272,7 +272,7 @@ def main(args):
 
     # new # 4D: TP: the processes of a tensor group and of a pipeline read the same samples
     sizes = args.pipeline_parallel, args.tensor_parallel
-    grid = dist.init_device_mesh(device.type, **stages.grid(*sizes, device))
+    grid = dist.init_device_mesh(device.type, **stages.pp_mesh(*sizes, device))
     group = grid["pipeline"].get_group()
 
     # new # CP: TP: each context group reads one share of the samples; FSDP2 shards over data and context
@@ -285,10 +285,10 @@ def main(args):
     micro_batches = pipeline.split_batch(local_batch_size, args.micro_batches, group.size(), args.chunks)
 
     # new # 4D: elastic + TP
-    sampler = ResumableSampler(train_set, world_size, rank, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = ResumableSampler(train_set, world_size, rank, seed=loading.seed(args.seed), drop_last=True)
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
 
     # new # elastic: loader workers ignore the signals of Slurm or a launcher; this process handles them
     train_options["worker_init_fn"] = val_options["worker_init_fn"] = signals.shield_worker
@@ -304,7 +304,7 @@ def main(args):
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
     # new # FSDP: create tensors without data; later, each process draws all weights and keeps its shards
-    model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
+    model, weights = replay.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
     if args.weights:
         llama.load_weights(model, args.weights)  # also those that Hugging Face's transformers wrote
@@ -345,13 +345,13 @@ def main(args):
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
-        recipe.compile_blocks(model)
+        layers.compile_blocks(model)
 
     # yours: the optimizer; this learning rate does not depend on the batch size
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
     # new # elastic: the position within the epoch, if the checkpoint is a snapshot
@@ -359,7 +359,7 @@ def main(args):
     progress = {"step": 0, "train_loss": 0.0, "order": order}
 
     # new # DCP: FSDP + elastic: resume from a file, or from a folder that any number of processes wrote
-    start_epoch, best_score = folders.resume(args.resume, folder, state, progress, dcp.load)
+    start_epoch, best_score = dcp_folders.resume(args.resume, folder, state, progress, dcp.load)
 
     if progress["order"] != order:
         raise errors.UsageError(f"--resume: this epoch began with {progress['order']}; use it, not {order}")
@@ -395,10 +395,10 @@ def main(args):
     headline += f" in {shards.count_units(model)} FSDP units"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     # new # DCP: reject folders that are newer than this run: prune() would delete this run's instead
-    folders.reject_newer(folder, (start_epoch - 1) * len(train_loader) + progress["step"])
+    dcp_folders.reject_newer(folder, (start_epoch - 1) * len(train_loader) + progress["step"])
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -406,7 +406,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         # new # elastic: skip the finished steps of this epoch without reading their samples
         first_step, progress["step"] = progress["step"], 0
@@ -426,7 +426,7 @@ def main(args):
         # new # elastic: steps count from the start of the epoch; dropout depends on the step
         bar.update(first_step)
         for step, batch in enumerate(bar, first_step + 1):
-            torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
+            torch.manual_seed(loading.seed(args.seed, epoch, step, rank))
 
             inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
 
@@ -488,7 +488,7 @@ def main(args):
             if stopping:
 
                 # new # DCP: elastic: every rank waits, because each writes a part
-                folders.wait(saving)
+                dcp_folders.wait(saving)
 
                 dist.barrier()
                 if reduce.is_main_process():
@@ -535,7 +535,7 @@ def main(args):
             print(sample)
 
     # new # DCP
-    folders.wait(saving)
+    dcp_folders.wait(saving)
 
 
 # new # DDP: connect the processes of one launch
@@ -553,7 +553,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -16,12 +16,12 @@ import os
 from datetime import timedelta
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, recipe, reduce
 
 # new # FSDP
-from common import clipping, initial, layers, recipe, shards
+from common import clipping, layers, replay, shards
 
-from common.recipe import WarmUp
+from common.updates import WarmUp
 from . import gpt, llama, text
 
 import torch
@@ -104,7 +104,7 @@ def evaluate(model, loader, device):
             continue
         outputs, targets, left = outputs[:left], targets[:left], left - len(targets)
 
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -117,7 +117,7 @@ def evaluate(model, loader, device):
     return loss / count, metrics
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -139,10 +139,10 @@ def main(args):
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
-    sampler = DistributedSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = DistributedSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
     train_loader = DataLoader(train_set, local_batch_size, sampler=sampler, drop_last=True, **train_options)
 
     # new # FSDP: each forward pass gathers weights, so every rank must take part in it
@@ -154,7 +154,7 @@ def main(args):
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
 
     # new # FSDP: create tensors without data; later, each process draws all weights and keeps its shards
-    model, weights = initial.outline(gpt.GPT, args.model, train_set.vocabulary, end)
+    model, weights = replay.outline(gpt.GPT, args.model, train_set.vocabulary, end)
 
     if args.weights:
         llama.load_weights(model, args.weights)  # also those that Hugging Face's transformers wrote
@@ -162,7 +162,7 @@ def main(args):
         models.freeze_layers(model)
 
     # new # FSDP: shard each block, then the rest, before the optimizer gets the parameters
-    mesh = dist.init_device_mesh(device.type, **shards.grid(args.replicas, device))
+    mesh = dist.init_device_mesh(device.type, **shards.fsdp_mesh(args.replicas, device))
     half, single = (torch.bfloat16, torch.float32) if args.bf16 else (None, None)
     policy, root_policy = MixedPrecisionPolicy(half, single), MixedPrecisionPolicy(half, single, single)
     blocks = layers.blocks(model, args.activation_checkpointing, args.bf16)
@@ -175,13 +175,13 @@ def main(args):
 
     # new # FSDP: compile block by block, so that equal blocks compile once
     if args.compile:
-        recipe.compile_blocks(model)
+        layers.compile_blocks(model)
 
     # yours: the optimizer; this learning rate does not depend on the batch size
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
     # new # FSDP: the file contains whole tensors; each process takes its shards of them
@@ -212,7 +212,7 @@ def main(args):
     headline += f" in {shards.count_units(model)} FSDP units"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -220,7 +220,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         model.train()
         loss_sum = torch.zeros((), device=device)
@@ -308,7 +308,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

@@ -20,15 +20,15 @@ import sys
 from itertools import islice
 
 # new # DDP
-from common import checkpoint, cli, datasets, devices, endings, errors, launch, models, reduce
+from common import checkpoint, cli, datasets, devices, errors, launch, loading, models, recipe, reduce
 
 # new # elastic
 from common import signals
 
 # new # combined
-from common import recipe
+from common import combined, layers, updates
 
-from common.recipe import WarmUp
+from common.updates import WarmUp
 from . import gpt, llama, text
 
 import torch
@@ -119,7 +119,7 @@ def evaluate(model, loader, device):
     for batch in loader:
         inputs, targets = (part.to(device, non_blocking=loader.pin_memory) for part in batch)
         outputs = model(inputs)
-        values = models.sum_metrics(METRICS, outputs, targets)
+        values = recipe.sum_metrics(METRICS, outputs, targets)
         sums[:-1] += torch.stack([criterion(outputs, targets) * len(targets), *values])
         sums[-1] += len(targets)
 
@@ -142,7 +142,7 @@ def evaluate_average(average, model, *others):
     return {f"ema_{name}": value for name, value in metrics.items()}
 
 
-def open_log(args, start_epoch, headline):
+def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
@@ -170,14 +170,14 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
     # new # elastic
-    sampler = ResumableSampler(train_set, seed=datasets.mix(args.seed), drop_last=True)
+    sampler = ResumableSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
     # new # grad_accum: the mean loss of an empty micro-batch is nan
     if args.accum_steps > local_batch_size:
         raise errors.UsageError(f"--accum-steps {args.accum_steps} > {local_batch_size} samples per process")
 
-    train_options = datasets.loader_options(args.workers, device, train_set)
-    val_options = datasets.loader_options(args.workers, device, val_set)
+    train_options = loading.options(args.workers, device, train_set)
+    val_options = loading.options(args.workers, device, val_set)
 
     # new # elastic: loader workers ignore the signals of Slurm or a launcher; this process handles them
     train_options["worker_init_fn"] = val_options["worker_init_fn"] = signals.shield_worker
@@ -200,7 +200,7 @@ def main(args):
 
     # new # combined: DDP: compile by block: equal blocks compile once, and DDP's buckets split no graph
     if args.compile:
-        recipe.compile_blocks(model)
+        layers.compile_blocks(model)
 
     # new # DDP: the wrapper broadcasts rank 0's weights here, and averages gradients in each backward()
     # --deterministic searches for unused parameters, so that DDP does not rebuild its buckets after step 1
@@ -212,7 +212,7 @@ def main(args):
     groups = models.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, args.lr, (args.momentum, 0.95), fused=True)
     warmup = WarmUp(optimizer, args.warmup_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, models.cosine(args.epochs, args.lrf))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
     # new # amp: small gradients vanish in fp16; scaling the loss prevents that
@@ -224,12 +224,12 @@ def main(args):
     average = AveragedModel(model) if args.ema else None
     if average:
         state["average"] = average
-        recipe.after_update(optimizer, lambda: recipe.update_average(average, model, args.ema))
+        updates.after_update(optimizer, lambda: updates.update_average(average, model, args.ema))
 
     # new # combined: DDP: compress the gradients that DDP sends; trace a few steps
-    recipe.compress(parallel_model, args.compress, scaler.is_enabled())
+    combined.compress(parallel_model, args.compress, scaler.is_enabled())
     if args.profile:
-        recipe.trace(folder, device, optimizer, rank)
+        combined.trace(folder, device, optimizer, rank)
 
     # new # elastic: the position within the epoch, if the checkpoint is a snapshot
     order = f"--batch-size {args.batch_size} --seed {args.seed}"
@@ -266,7 +266,7 @@ def main(args):
     headline = f"{device}: batch {args.batch_size} = {layout}, {models.size(model)} parameters, {data}"
 
     # new # DDP: only one process writes the log
-    writer = open_log(args, start_epoch, headline) if reduce.is_main_process() else None
+    writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
         # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
@@ -274,7 +274,7 @@ def main(args):
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
         sampler.set_epoch(epoch)
-        torch.manual_seed(datasets.mix(args.seed, epoch) + rank)
+        torch.manual_seed(loading.seed(args.seed, epoch) + rank)
 
         # new # elastic: skip the finished steps of this epoch without reading their samples
         first_step, progress["step"] = progress["step"], 0
@@ -294,7 +294,7 @@ def main(args):
         # new # elastic: steps count from the start of the epoch; dropout depends on the step
         bar.update(first_step)
         for step, batch in enumerate(bar, first_step + 1):
-            torch.manual_seed(datasets.mix(args.seed, epoch, step, rank))
+            torch.manual_seed(loading.seed(args.seed, epoch, step, rank))
 
             inputs, targets = (part.to(device, non_blocking=train_loader.pin_memory) for part in batch)
             optimizer.zero_grad()
@@ -437,7 +437,7 @@ def join_group(args):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         args = parse_args()
 
         # new # DDP

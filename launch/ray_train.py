@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import cli, devices, endings, errors, launch, reduce  # noqa: E402, I001
+from common import cli, devices, errors, launch, reduce  # noqa: E402, I001
 
 import torch  # noqa: E402
 import train_DDP  # noqa: E402
@@ -89,5 +89,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

@@ -246,7 +246,7 @@ def replace_lines(file, lines):
 
 def whole_file(folder, file):
     """Convert a folder of train_DCP.py to a file, as a user does."""
-    return good(run(PYTHON, "-m", "common.folders", folder, file))
+    return good(run(PYTHON, "-m", "common.dcp_folders", folder, file))
 
 
 def load(path):

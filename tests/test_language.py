@@ -8,7 +8,7 @@ from conftest import FLOAT64, STRICT, command, distance, epochs, good, load, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import folders
+from common import dcp_folders
 from common.errors import ProcessError, UsageError
 from language import experts, gpt, text
 
@@ -56,7 +56,7 @@ def trained(once):
             result = run(*command(f"language/{script}", processes), *OPTIONS, *options, "--output-dir", folder,
                          env=STRICT | FLOAT64)
             for steps, file in ((4, "epoch-001.pt"), (8, "last.pt")) if script == "train_4D.py" else ():
-                folders.main(folder / f"step-{steps:07}", folder / file)
+                dcp_folders.main(folder / f"step-{steps:07}", folder / file)
             return result
 
         return once(f"language {name}", make)

@@ -10,7 +10,7 @@ from conftest import FLOAT64, PYTHON, RUNS, SAME, STRICT, distance, epochs, good
 from live import Live, ours
 
 import verify
-from common import folders
+from common import dcp_folders
 
 # At night. A test below stops and resumes the first two, and a drill resumes on three processes
 NIGHTLY = ["train_elastic.py", "train_DCP.py", "train_DDP.py on 3"]
@@ -84,8 +84,8 @@ def stopped(once):
 
 def file_of(folder):
     """Return the last checkpoint of a run as a file; convert the newest folder of train_DCP.py."""
-    for newest in folders.whole_folders(folder)[-1:]:
-        folders.main(newest, folder / "last.pt")
+    for newest in dcp_folders.whole_folders(folder)[-1:]:
+        dcp_folders.main(newest, folder / "last.pt")
     return load(folder / "last.pt")
 
 

@@ -89,7 +89,7 @@ def trained(tmp_path_factory):
         copy = copy_out(name, tmp_path_factory.mktemp("mine") / "project")
         text = copy.read_text()
         if name == sharded:  # created without data; its layers are in a plan
-            edits = [(mark, re.sub(r"^model = (.*)\(\)$", r"model, weights = initial.outline(\1)", line))
+            edits = [(mark, re.sub(r"^model = (.*)\(\)$", r"model, weights = replay.outline(\1)", line))
                      for mark, line in edits]
             text = text.replace('"hidden.0"', '"network.hidden.0"').replace('"hidden.2"', '"network.heads.value"')
         copy.write_text(put_in(text, edits))

@@ -6,7 +6,7 @@
 from benchmarks.scaling import meshes
 from benchmarks.scaling import model as ddp
 from benchmarks.tables import ROOT, fill, table
-from common import cli, endings
+from common import cli
 
 PAGE, TEXT = ROOT / "docs/scaling.md", ROOT / "benchmarks/scaling/text.md"
 MARKS = "<!-- scaling -->\n", "<!-- /scaling -->\n"
@@ -92,5 +92,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         main()

@@ -99,7 +99,7 @@ class Cuts:
         rooms = height - self.crop, width - self.crop
         if not self.train:
             return Cut((height, width), round(rooms[0] / 2), round(rooms[1] / 2), False, False)
-        draw = random.Random(f"{self.seed} {epoch} {index}").random  # seeded as in mix(), but with a single generator
+        draw = random.Random(f"{self.seed} {epoch} {index}").random  # like loading.seed(), but with a single generator
         places = draw(), draw()
         top, left = (int(place * (room + 1)) for place, room in zip(places, rooms, strict=True))  # 0 to room
         return Cut((height, width), top, left, draw() < 0.5, draw() < 0.5)

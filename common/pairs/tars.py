@@ -22,7 +22,6 @@ from typing import IO, Any, NamedTuple
 from filelock import FileLock
 
 from .. import cli
-from ..endings import report_errors
 from ..errors import ProcessError, RunError, UsageError, reason
 from . import pairs
 
@@ -238,5 +237,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with report_errors():
+    with cli.report_errors():
         main()

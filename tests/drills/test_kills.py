@@ -23,7 +23,7 @@ import pytest
 from conftest import SCRIPTS, command, load, same
 from live import Live
 
-from common import folders
+from common import dcp_folders
 
 EPOCHS = 6
 DCP = {"train_DCP.py", "language.train_4D"}
@@ -35,8 +35,8 @@ SPECIAL = {"train_amp.py": ["--batch-size", 480],  # bf16 is slow on most CPUs
 
 def position(folder: Path) -> tuple[int, int]:
     """Return the progress of the newest checkpoint in `folder`, as (epochs done, steps of the next), else (0, 0)."""
-    if whole := folders.whole_folders(folder):
-        folders.check(whole[-1])
+    if whole := dcp_folders.whole_folders(folder):
+        dcp_folders.check(whole[-1])
         content = {keys[0]: value for keys, value in json.loads((whole[-1] / "values.json").read_text())}
     else:
         content = load(folder / "last.pt") if (folder / "last.pt").exists() else {"epoch": 0}
@@ -45,8 +45,8 @@ def position(folder: Path) -> tuple[int, int]:
 
 def begun(folder: Path) -> set[str]:
     """Return the names of the files and folders that are being written, or were when a run was killed."""
-    return {path.name for path in [*folder.glob(".*.tmp"), *folders.all_folders(folder)]} - {
-        path.name for path in folders.whole_folders(folder)}
+    return {path.name for path in [*folder.glob(".*.tmp"), *dcp_folders.all_folders(folder)]} - {
+        path.name for path in dcp_folders.whole_folders(folder)}
 
 
 def wait_for_save(live: Live, folder: Path, skip: int) -> None:
@@ -87,7 +87,8 @@ def one_life(start: list, folder: Path, chance: random.Random) -> bool:
             assert found == before, f"resumed from {found}, but {before} was saved\n{live.said()}"
         assert after >= before, f"the newest checkpoint went back from {before} to {after}\n{live.said()}"
         if DCP & {*start}:
-            reached = max([0, *(epoch * STEPS for epoch in done), *map(folders.steps_of, folders.all_folders(folder))])
+            steps = map(dcp_folders.steps_of, dcp_folders.all_folders(folder))
+            reached = max([0, *(epoch * STEPS for epoch in done), *steps])
             assert after[0] * STEPS + after[1] >= reached - EVERY, f"at step {reached}, {after} was the newest"
         else:
             assert not done or after[0] >= done[-1], f"epoch {done[-1]} was reported, and last.pt holds {after}"
@@ -101,8 +102,8 @@ def undisturbed(start: list, folder: Path) -> None:
 
 def contents(folder: Path) -> list[dict]:
     """Return the last and the best checkpoint of a run; of DCP, the last folder."""
-    for newest in folders.whole_folders(folder)[-1:]:
-        folders.main(newest, folder / "last.pt")
+    for newest in dcp_folders.whole_folders(folder)[-1:]:
+        dcp_folders.main(newest, folder / "last.pt")
     return [load(folder / name) for name in ("last.pt", "best.pt") if (folder / name).exists()]
 
 

@@ -10,7 +10,7 @@ import train_TP
 from common import models, tensor_parallel
 
 dist.init_process_group("gloo")
-grid = dist.init_device_mesh("cpu", **tensor_parallel.grid(2, torch.device("cpu")))
+grid = dist.init_device_mesh("cpu", **tensor_parallel.tp_mesh(2, torch.device("cpu")))
 torch.manual_seed(0)
 model = models.create_model("vit", 10, (1, 28, 28))
 parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, train_TP.PLAN, grid))

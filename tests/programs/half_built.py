@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import DataLoader, Sampler
 
-from common import endings
+from common import cli
 
 
 class Ending(Sampler[list[int]]):
@@ -21,5 +21,5 @@ class Ending(Sampler[list[int]]):
 
 
 if __name__ == "__main__":
-    with endings.report_errors():
+    with cli.report_errors():
         next(iter(DataLoader([0], batch_sampler=Ending(), num_workers=2)))

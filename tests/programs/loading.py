@@ -7,11 +7,11 @@ import sys
 import torch
 from torch.utils.data import DataLoader
 
-from common.datasets import loader_options
+from common import loading
 
 if __name__ == "__main__":
     numbers = [(number, number) for number in range(1000)]
-    options = loader_options(2, torch.device("cpu"), numbers) | {"multiprocessing_context": sys.argv[1]}
+    options = loading.options(2, torch.device("cpu"), numbers) | {"multiprocessing_context": sys.argv[1]}
     for _ in DataLoader(numbers, 1, **options):
         print("reading", flush=True)
         sys.stdin.read()

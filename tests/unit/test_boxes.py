@@ -9,7 +9,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset
 from torchvision.ops import box_iou
 
-from common import datasets
+from common import loading
 from detection import data, mean_ap
 from common.errors import ProcessError, UsageError
 
@@ -17,7 +17,7 @@ SCENES, VAL_SCENES = data.create_datasets("scenes", "", 96, 0)
 
 
 def batches(dataset, batch_size, workers):
-    options = datasets.loader_options(workers, torch.device("cpu"), dataset)
+    options = loading.options(workers, torch.device("cpu"), dataset)
     images, labels = zip(*DataLoader(Subset(dataset, range(20)), batch_size, **options))
     return torch.cat(images), torch.cat([part[:, 1:] for part in labels])
 

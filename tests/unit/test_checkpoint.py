@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, same
 
-from common import checkpoint, models, recipe
+from common import checkpoint, models, recipe, updates
 from common.errors import ProcessError
 
 
@@ -23,7 +23,7 @@ def make(lr=0.05, momentum=0.9, weight_decay=1e-4, epochs=10, schedule=None):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(models.parameter_groups(model, weight_decay), lr, momentum)
     scheduler = schedule(optimizer) if schedule else torch.optim.lr_scheduler.LambdaLR(
-        optimizer, models.cosine(epochs, 0.01))
+        optimizer, recipe.cosine(epochs, 0.01))
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
@@ -70,7 +70,7 @@ def test_the_command_line_wins(tmp_path, capsys):
     checkpoint.resume(path, tmp_path, new)
     said = capsys.readouterr().out.splitlines()
     rates = train(make(lr=0.2, epochs=20), 6)[3:]
-    assert said[1] == (f"resume {path}: this command changes lr from {0.05 * models.cosine(10, 0.01)(3):g} to "
+    assert said[1] == (f"resume {path}: this command changes lr from {0.05 * recipe.cosine(10, 0.01)(3):g} to "
                        f"{rates[0][0]:g}, momentum from 0.9 to 0.5, weight_decay from 0.0001 to 0.1")
     assert [(group["momentum"], group["weight_decay"]) for group in new["optimizer"].param_groups] == [(0.5, 0.1),
                                                                                                        (0.5, 0.0)]
@@ -81,7 +81,7 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path, capsys):
     """A disabled scaler has no state that the checkpoint could lack."""
     path, new = save(tmp_path / "old.pt", make(), 3), make()
     new["scaler"] = torch.amp.GradScaler("cpu", enabled=False)
-    new["warmup"] = recipe.WarmUp(new["optimizer"], 5)
+    new["warmup"] = updates.WarmUp(new["optimizer"], 5)
     checkpoint.resume(path, tmp_path, new)
     assert capsys.readouterr().out.splitlines() == [
         f"resume {path}: epoch 3 is done, best score 0.5000",

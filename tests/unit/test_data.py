@@ -5,8 +5,8 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, TensorDataset
 
-from common import datasets, launch, models
-from common.endings import explain
+from common import datasets, launch, loading, models
+from common.cli import explain
 from common.errors import ProcessError, UsageError
 from common.pairs import pairs
 
@@ -54,7 +54,7 @@ def test_batches_depend_on_seed_epoch_and_index_but_not_on_processes_or_workers(
     found = {1: [], 2: []}
     for processes, workers in (1, 0), (1, 1), (2, 0), (2, 2):
         samplers = [DistributedSampler(data, processes, rank, seed=7, drop_last=True) for rank in range(processes)]
-        options = datasets.loader_options(workers, torch.device("cpu"), data) | {"drop_last": True}
+        options = loading.options(workers, torch.device("cpu"), data) | {"drop_last": True}
         loaders = [DataLoader(data, 12 // processes, sampler=sampler, **options) for sampler in samplers]
         for epoch, seen in found.items():
             data.set_epoch(epoch)
@@ -89,7 +89,7 @@ class Samples(list):
 
 
 def first_batch(dataset, workers=0):
-    options = datasets.loader_options(workers, torch.device("cpu"), dataset)
+    options = loading.options(workers, torch.device("cpu"), dataset)
     return next(iter(DataLoader(dataset, 3, **options)))
 
 
@@ -162,13 +162,13 @@ class Epochs(Samples):
 def test_workers_see_the_epoch_of_any_dataset():
     inner = Epochs([0, 1])
     for dataset in (inner, Subset(inner, [1, 0]), ConcatDataset([TensorDataset(TARGETS, TARGETS), inner])):
-        loader = DataLoader(dataset, 1, **datasets.loader_options(1, torch.device("cpu"), dataset))
+        loader = DataLoader(dataset, 1, **loading.options(1, torch.device("cpu"), dataset))
         for epoch in (1, 2):
             datasets.set_epoch(dataset, epoch)
             assert [targets.item() for _, targets in loader][-1] == epoch
     train, _ = datasets.create_datasets("digits", "", 0, "")
     for dataset in (train, Subset(train, [0]), Samples([1])):  # these workers need not start again
-        assert datasets.loader_options(1, torch.device("cpu"), dataset)["persistent_workers"]
+        assert loading.options(1, torch.device("cpu"), dataset)["persistent_workers"]
 
 
 def test_each_set_has_as_many_workers_as_it_needs():
@@ -180,8 +180,8 @@ def test_each_set_has_as_many_workers_as_it_needs():
         files = datasets.FolderDataset([("0.png", 0)], 1, 0, augment=augment)
         for dataset, expected in (in_memory, min(most, free)), (Subset(in_memory, [0]), min(most, free)), (
                 files, min(8, free)):
-            assert datasets.loader_options(None, torch.device("cpu"), dataset)["num_workers"] == expected
-        assert datasets.loader_options(3, torch.device("cpu"), in_memory)["num_workers"] == 3  # --workers wins
+            assert loading.options(None, torch.device("cpu"), dataset)["num_workers"] == expected
+        assert loading.options(3, torch.device("cpu"), in_memory)["num_workers"] == 3  # --workers wins
 
 
 BYTES = torch.tensor([0, 255], dtype=torch.uint8).repeat(6).reshape(2, 1, 2, 3).expand(2, 3, 2, 3)
@@ -264,8 +264,8 @@ def test_what_the_models_cannot_take_is_said(dataset, said):
 
 def test_a_seed_follows_from_each_of_its_numbers_and_from_their_order():
     numbers = [(0,), (1,), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (1, 10), (11, 0), (1, 1, 0), (1, 0, 1)]
-    assert len({datasets.mix(*each) for each in numbers}) == len(numbers)
-    assert all(0 <= datasets.mix(*each) < 2**63 for each in numbers)
+    assert len({loading.seed(*each) for each in numbers}) == len(numbers)
+    assert all(0 <= loading.seed(*each) < 2**63 for each in numbers)
 
 
 def test_a_preview_has_the_images_above_their_targets(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-from common import datasets, devices, reduce, spawn
+from common import devices, loading, reduce, spawn
 from detection import mean_ap
 from common.errors import UsageError
 
@@ -114,7 +114,7 @@ def test_deterministic_is_for_those_who_ask_and_the_others_get_the_fastest(monke
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "cuda", "xpu"])
 def test_copies_do_not_wait_only_from_pinned_memory(kind):
-    options = datasets.loader_options(0, torch.device(kind), [])
+    options = loading.options(0, torch.device(kind), [])
     assert options["pin_memory"] == (kind in ("cuda", "xpu"))
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from conftest import FROM_ROOT, PROGRAMS, PYTHON, good, run
 
-from common import endings, errors
+from common import cli, errors
 
 NCCL = ("NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.5\n"
         "{}\nLast error:\n{}")
@@ -39,7 +39,7 @@ def worker_error(kind, text):
      ["lost", "10.0.0.2<43>"]),
     (dist.DistBackendError("NCCL operation timed out"), ["lost", "--timeout"])])
 def test_what_can_be_foreseen_is_said(error, parts):
-    said = endings.explain(error)
+    said = cli.explain(error)
     assert all(part in said for part in parts), said
 
 
@@ -57,7 +57,7 @@ def test_what_can_be_foreseen_is_said(error, parts):
     dist.DistBackendError("NCCL operation failed"),
     ValueError("not foreseen")])
 def test_what_is_not_foreseen_keeps_its_traceback(error):
-    assert endings.explain(error) is None
+    assert cli.explain(error) is None
 
 
 @pytest.mark.parametrize(("error", "said"), [
@@ -67,11 +67,11 @@ def test_after_an_earlier_signal_rank_1_still_says_that_it_lost_the_others(monke
     """Slurm may have signaled all processes, and the lost one cannot say anything."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    endings.noted.set()
+    cli.noted.set()
     try:
-        line, code = endings._last_words(error)
+        line, code = cli._last_words(error)
     finally:
-        endings.noted.clear()
+        cli.noted.clear()
     assert code and (line.startswith(said) if said else line is None)
 
 

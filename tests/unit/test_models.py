@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from common import models
+from common import models, recipe
 from common.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def test_a_resnet_leaves_small_images_more_than_a_pixel(size, left):
 
 @pytest.mark.parametrize("lrf", [0.0, 0.01, 1.0])
 def test_the_rate_falls_along_half_a_cosine_to_its_last_fraction(lrf):
-    factor = models.cosine(10, lrf)
+    factor = recipe.cosine(10, lrf)
     assert [factor(n) for n in (0, 5, 10)] == pytest.approx([1, (1 + lrf) / 2, lrf])
     assert factor(2) == pytest.approx(lrf + (1 - lrf) * 0.9045085)  # (1 + cos 36 degrees) / 2
     assert factor(11) == factor(10)  # a run that is resumed past its end
@@ -27,9 +27,9 @@ def test_the_rate_falls_along_half_a_cosine_to_its_last_fraction(lrf):
 
 def test_a_hit_is_a_label_among_the_highest():
     outputs, targets = torch.tensor([[3.0, 2.0, 1.0]] * 3), torch.tensor([0, 1, 2])
-    assert models.top(1)(outputs, targets).tolist() == [True, False, False]
-    assert models.top(2)(outputs, targets).tolist() == [True, True, False]
-    assert models.top(5)(outputs, targets).all()  # of three classes
+    assert recipe.top(1)(outputs, targets).tolist() == [True, False, False]
+    assert recipe.top(2)(outputs, targets).tolist() == [True, True, False]
+    assert recipe.top(5)(outputs, targets).all()  # of three classes
 
 
 @pytest.mark.parametrize(("outputs", "targets"), [
@@ -38,7 +38,7 @@ def test_a_hit_is_a_label_among_the_highest():
 def test_there_is_no_accuracy_of_a_regression(outputs, targets):
     """Broadcasting would return a meaningless number."""
     with pytest.raises(UsageError, match="accuracy needs .*# yours: the metrics"):
-        models.top(1)(outputs, targets)
+        recipe.top(1)(outputs, targets)
 
 
 def test_a_model_without_a_classifier_cannot_be_frozen():
@@ -64,6 +64,6 @@ def test_convolutions_are_in_channels_last_and_fit_the_gradients_of_cudnn(name, 
     (lambda outputs, targets: 0.5, "'mine' returned float for 3 samples")])
 def test_a_metric_of_another_size_is_named(metric, said):
     outputs, targets = torch.ones(3, 2), torch.zeros(3)
-    assert models.sum_metrics({"mine": lambda outputs, targets: outputs[:, :1]}, outputs, targets) == [3.0]
+    assert recipe.sum_metrics({"mine": lambda outputs, targets: outputs[:, :1]}, outputs, targets) == [3.0]
     with pytest.raises(UsageError, match=said):
-        models.sum_metrics({"mine": metric}, outputs, targets)
+        recipe.sum_metrics({"mine": metric}, outputs, targets)

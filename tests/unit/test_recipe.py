@@ -7,19 +7,19 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import errors, models, recipe
+from common import combined, errors, layers, recipe, updates
 
 
 def trained(warm_up, skipped=(), state=None, fused=False, schedule=None):
     """Return the rates of the updates in six steps, two per epoch, and the warm-up. fp16 skips some steps."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scheduler = schedule(optimizer) if schedule else LambdaLR(optimizer, models.cosine(3, 0.0))
-    counter, rates, used = recipe.WarmUp(optimizer, warm_up), [], []
+    scheduler = schedule(optimizer) if schedule else LambdaLR(optimizer, recipe.cosine(3, 0.0))
+    counter, rates, used = updates.WarmUp(optimizer, warm_up), [], []
     if state:
         counter.load_state_dict(state)
     optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
-    recipe.after_update(optimizer, lambda: rates.append(used[-1]))
+    updates.after_update(optimizer, lambda: rates.append(used[-1]))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(6):
         optimizer.zero_grad()
@@ -73,7 +73,7 @@ def test_the_average_is_torchs_without_its_copies():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
         with operators:
-            recipe.update_average(own, model, 0.9)
+            updates.update_average(own, model, 0.9)
         of_torch.update_parameters(model)
     assert own.n_averaged == of_torch.n_averaged == 3
     assert all(map(torch.equal, own.parameters(), of_torch.parameters()))
@@ -82,19 +82,19 @@ def test_the_average_is_torchs_without_its_copies():
 
 def test_smoothing_is_of_a_copy_and_of_a_loss_that_has_it():
     criterion = torch.nn.CrossEntropyLoss()
-    smoothed = recipe.smooth(criterion, 0.1)
+    smoothed = combined.smooth(criterion, 0.1)
     assert (criterion.label_smoothing, smoothed.label_smoothing) == (0.0, 0.1)
     outputs, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
     assert torch.equal(smoothed(outputs, targets), torch.nn.CrossEntropyLoss(label_smoothing=0.1)(outputs, targets))
     with pytest.raises(errors.UsageError, match="--label-smoothing 0.1: MSELoss does not support it"):
-        recipe.smooth(torch.nn.MSELoss(), 0.1)
-    recipe.smooth(torch.nn.MSELoss(), 0)
+        combined.smooth(torch.nn.MSELoss(), 0.1)
+    combined.smooth(torch.nn.MSELoss(), 0)
 
 
 def test_powersgd_would_keep_an_overflow():
     """The script rejects it before it changes the model."""
     with pytest.raises(errors.UsageError, match="--compress powersgd: not with --precision fp16"):
-        recipe.compress(None, "powersgd", scaled=True)
+        combined.compress(None, "powersgd", scaled=True)
 
 
 class Block(torch.nn.Module):
@@ -117,7 +117,7 @@ def test_each_block_is_one_graph_and_equal_blocks_are_one_too(group):
     utils.counters.clear()
     model = torch.nn.Sequential(Block(), Block())
     with config.patch(optimize_ddp=config.optimize_ddp):  # restores it afterwards
-        recipe.compile_blocks(model)
+        layers.compile_blocks(model)
         DistributedDataParallel(model)(torch.randn(2, 512, requires_grad=True)).sum().backward()
     assert utils.counters["aot_autograd"]["ok"] == 1
 
@@ -147,7 +147,7 @@ def test_blocks_that_differ_compile_for_each_size_and_equal_ones_for_all_sizes(w
     utils.counters.clear()
     model = torch.nn.Sequential(*map(Half, widths, widths[1:]), Head(widths[-1], 4))
     with config.patch(optimize_ddp=config.optimize_ddp):
-        recipe.compile_blocks(model)
+        layers.compile_blocks(model)
         for size in (2, 3, 5):
             model(torch.randn(size, 16, 4)).sum().backward()
     assert utils.counters["aot_autograd"]["ok"] == graphs
@@ -159,8 +159,8 @@ def test_bf16_gradients_lose_digits_or_are_refused_where_torch_has_no_nccl(group
     parallel_model, inputs = DistributedDataParallel(model), torch.tensor([[1 / 3, 1 / 5, 1 / 7]])
     if not dist.is_nccl_available():
         with pytest.raises(errors.UsageError, match="--compress bf16: this build of torch has neither NCCL nor XCCL"):
-            recipe.compress(parallel_model, "bf16", scaled=False)
+            combined.compress(parallel_model, "bf16", scaled=False)
         return
-    recipe.compress(parallel_model, "bf16", scaled=False)
+    combined.compress(parallel_model, "bf16", scaled=False)
     parallel_model(inputs).sum().backward()
     assert torch.equal(model.weight.grad, inputs.bfloat16().float())

@@ -310,7 +310,7 @@ def test_mp_tells_each_process_its_place(script, monkeypatch):
     monkeypatch.setattr(module, "join_group", lambda _: told.update(os.environ))
     monkeypatch.setattr(module, "main", lambda _: None)
     monkeypatch.setattr(module.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(module.endings, "report_errors", contextlib.nullcontext)
+    monkeypatch.setattr(module.cli, "report_errors", contextlib.nullcontext)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "")
     module.worker(2, args)
     wanted = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "head",

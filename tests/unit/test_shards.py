@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
 from benchmarks.memory import Storages
-from common import clipping, folders, initial, layers, models, pipeline, shards
+from common import clipping, dcp_folders, layers, models, pipeline, replay, shards
 from common.errors import UsageError
 
 TORCH = TorchVersion(torch.__version__)
@@ -192,7 +192,7 @@ def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
     torch.manual_seed(3)
     expected = {key: value.clone() for key, value in tensors_of(CREATE[name]()).items()}
     torch.manual_seed(3)
-    model, weights = initial.outline(CREATE[name])
+    model, weights = replay.outline(CREATE[name])
     assert all(value.is_meta for value in tensors_of(model).values())
     unknown = ["data", "on the host", *["truncated"] * (TORCH >= "2.12")]  # torch 2.11 draws it without data, too
     assert bool(weights.whole) == (name in unknown)
@@ -204,7 +204,7 @@ def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
 
 def test_a_layer_drawn_twice_is_held_once(group):
     """Only one tensor exists at a time."""
-    model, weights = initial.outline(CREATE["resnet18"])
+    model, weights = replay.outline(CREATE["resnet18"])
     names = [*tensors_of(model)]
     largest = max(value.nbytes for value in tensors_of(model).values())
     storages = Storages()
@@ -280,7 +280,7 @@ def test_a_layer_that_reads_the_weights_inside_it_is_one_block():
 
 @pytest.mark.skipif(TORCH < "2.13", reason="before torch 2.13, a stager allocates new buffers for each save")
 def test_a_second_save_reuses_the_memory_of_the_first():
-    stager, weights = folders.create_stager("cpu"), torch.zeros(1000)
+    stager, weights = dcp_folders.create_stager("cpu"), torch.zeros(1000)
     first = stager.stage({"weights": weights})["weights"].data_ptr()
     weights += 1
     second = stager.stage({"weights": weights})["weights"]
@@ -307,7 +307,7 @@ class Call:
     (pickle.dumps(Call()), r"rejected: .* \(builtins\.print\)"), (pickle.dumps([1]), "incomplete or not from")])
 def test_a_folder_that_is_torn_or_unsafe_is_named(tmp_path, capsys, metadata, message):
     with pytest.raises(UsageError, match=message):
-        folders.check(make_folder(tmp_path / "step-0000001", metadata))
+        dcp_folders.check(make_folder(tmp_path / "step-0000001", metadata))
     assert "executed" not in capsys.readouterr().out
 
 
@@ -318,7 +318,7 @@ def test_a_folder_whose_file_lacks_its_last_byte_is_incomplete(tmp_path):
     file, = folder.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UsageError, match=f"incomplete: {file.name} is too short"):
-        folders.check(folder)
+        dcp_folders.check(folder)
 
 
 @pytest.mark.parametrize(("attribute", "accepted"), [("name", True), ("value", False), (None, False)])
@@ -339,10 +339,10 @@ def test_the_folders_of_every_python_are_read(tmp_path, attribute, accepted):
         Old(file).dump(metadata)
     assert b"getattr" in (folder / ".metadata").read_bytes()
     if accepted:
-        assert folders.check(folder)["a"].shape == (2,)
+        assert dcp_folders.check(folder)["a"].shape == (2,)
         return
     with pytest.raises(UsageError, match=r"rejected: .* \(builtins\.getattr\)"):
-        folders.check(folder)
+        dcp_folders.check(folder)
 
 
 def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_path):
@@ -350,12 +350,12 @@ def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_p
         make_folder(tmp_path / f"step-{step:07}", b"", json.dumps([[["score"], score], [["model", "x"], None]]))
     for name in ("step-0000009", "snapshot-0000002"):
         make_folder(tmp_path / name)
-    assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"01234"]
+    assert [path.name[-1] for path in dcp_folders.whole_folders(tmp_path)] == [*"01234"]
     with pytest.raises(UsageError, match="contains step-0000004, newer than step 3, where this run starts; pass"):
-        folders.reject_newer(tmp_path, 3)
-    folders.reject_newer(tmp_path, 4)
-    folders.prune(tmp_path)
-    assert [path.name[-1] for path in folders.whole_folders(tmp_path)] == [*"134"]
+        dcp_folders.reject_newer(tmp_path, 3)
+    dcp_folders.reject_newer(tmp_path, 4)
+    dcp_folders.prune(tmp_path)
+    assert [path.name[-1] for path in dcp_folders.whole_folders(tmp_path)] == [*"134"]
     assert (tmp_path / "step-0000009").exists()  # torn, or being written
     assert not (tmp_path / "snapshot-0000002").exists()  # torn: nothing that old is being written
 
@@ -364,18 +364,18 @@ def test_a_snapshot_does_not_replace_the_best_epoch_nor_its_own(tmp_path):
     """A snapshot stores the best score of another folder. At the end of an epoch, two folders have the same steps."""
     for name, score in {"snapshot-1": 0.5, "step-2": 0.5, "snapshot-2": 0.4, "step-4": 0.3, "snapshot-5": 0.5}.items():
         make_folder(tmp_path / name, b"", json.dumps([[["score"], score]]))
-    names = [path.name for path in folders.whole_folders(tmp_path)]
+    names = [path.name for path in dcp_folders.whole_folders(tmp_path)]
     assert names == ["snapshot-1", "snapshot-2", "step-2", "step-4", "snapshot-5"]
-    folders.prune(tmp_path)
-    assert [path.name for path in folders.whole_folders(tmp_path)] == ["step-2", "step-4", "snapshot-5"]
+    dcp_folders.prune(tmp_path)
+    assert [path.name for path in dcp_folders.whole_folders(tmp_path)] == ["step-2", "step-4", "snapshot-5"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_saves_what_is_not_sharded(tmp_path, monkeypatch, group, rank):
     """BatchNorm's statistics are equal on all ranks only between epochs; within an epoch, rank 0's are saved."""
-    monkeypatch.setattr(folders, "is_main_process", lambda: rank == 0)
+    monkeypatch.setattr(dcp_folders, "is_main_process", lambda: rank == 0)
     for values, name in (({"step": 2}, "snapshot-0000009"), ({}, "step-0000009")):
-        path, tensors = folders.create(tmp_path, 9, {"model": nn.BatchNorm1d(3, affine=False)}, epoch=1, **values)
+        path, tensors = dcp_folders.create(tmp_path, 9, {"model": nn.BatchNorm1d(3, affine=False)}, epoch=1, **values)
         assert path == tmp_path / name and path.exists() == (rank == 0)
         assert sorted(tensors) == ([] if rank else [f"model/{part}" for part in (
             "num_batches_tracked", "running_mean", "running_var")])

@@ -17,7 +17,7 @@ from language import train_TP as language_TP
 @pytest.fixture
 def grid():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", **tensor_parallel.grid(2, torch.device("cpu")))
+    yield init_device_mesh("cpu", **tensor_parallel.tp_mesh(2, torch.device("cpu")))
     dist.destroy_process_group()
 
 
@@ -68,7 +68,7 @@ def test_that_convolutions_cannot_be_split_is_said(grid, plan):
     (1, 1, 2, 6, "^--length 6: not a multiple of 4"), (1, 2, None, 7, "^--length 7: not a multiple of 4")])
 def test_a_mesh_that_does_not_fit_is_explained(grid, stages_, tensor, context_, length, message):
     with pytest.raises(UsageError, match=message):
-        arguments = stages.grid(stages_, tensor, torch.device("cpu"))
+        arguments = stages.pp_mesh(stages_, tensor, torch.device("cpu"))
         context.divide(init_device_mesh("cpu", **arguments), context_, length)
 
 

@@ -4,7 +4,7 @@ torch writes `.metadata` last: a folder without it is incomplete. `.metadata` is
 restrictions. So this module checks every folder first: `.metadata` may name only the classes in ALLOWED. All entries
 must be tensors, because torch would unpickle any other entry. The rest of a run's state is in `values.json`.
 
-    python -m common.folders runs/step-0000220 last.pt    # writes one file, which every other script can load
+    python -m common.dcp_folders runs/step-0000220 last.pt    # writes one file, which every other script can load
 """
 import enum
 import json
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from . import checkpoint, shards
-from .endings import report_errors
+from .cli import report_errors
 from .errors import ProcessError, UsageError, reason
 from .reduce import is_main_process
 
@@ -230,5 +230,5 @@ def main(folder: str, file: str) -> None:
 if __name__ == "__main__":
     with report_errors():
         if len(sys.argv) != 3:
-            raise UsageError("usage: python -m common.folders FOLDER FILE.pt")
+            raise UsageError("usage: python -m common.dcp_folders FOLDER FILE.pt")
         main(*sys.argv[1:])

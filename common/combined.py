@@ -1,0 +1,73 @@
+"""Options of both `train_combined.py`: label smoothing, smaller gradients, a trace."""
+import atexit
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from .errors import UsageError
+
+SKIPPED, STEPS = 5, 5  # skip the first steps, which allocate memory; trace the next ones
+
+
+def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
+    """Return a copy of the loss `criterion` with label smoothing; raise UsageError if the loss does not support it."""
+    if smoothing and not hasattr(criterion, "label_smoothing"):
+        raise UsageError(f"--label-smoothing {smoothing:g}: {type(criterion).__name__} does not support it")
+    smoothed: Any = copy.copy(criterion)
+    if smoothing:
+        smoothed.label_smoothing = smoothing
+    return smoothed
+
+
+def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: bool) -> None:
+    """Make DDP send smaller gradients: "bf16" halves them, "powersgd" sends low-rank approximations, None does nothing.
+
+    PowerSGD (https://arxiv.org/abs/1905.13727) adds its error, the part that it did not send, to the next gradient.
+    Checkpoints do not contain this error, so a resumed run differs from an uninterrupted one. After a `scaled` loss
+    overflows, the error would stay infinite, and the scaler would skip all later steps. So "powersgd" with a `scaled`
+    loss raises UsageError.
+    """
+    if scaled and kind == "powersgd":
+        raise UsageError("--compress powersgd: not with --precision fp16: PowerSGD would keep an overflow; use bf16")
+    if not kind:
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if kind == "bf16":
+        try:
+            parallel_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        except TypeError:  # raised by builds of torch for CPUs only and for macOS
+            raise UsageError("--compress bf16: this build of torch has neither NCCL nor XCCL, which torch's hook "
+                             "requires; use --compress powersgd") from None
+    else:  # the first ten steps send full gradients: early gradients change too fast
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+        parallel_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -> None:
+    """Write a Chrome trace of optimizer steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, also memory-RANK.pickle.
+
+    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. Names to look
+    for in the trace: enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:,
+    Optimizer.step.
+    """
+    def export(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(folder / f"trace-{rank}.json"))
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+    profiler = profile(activities=kinds, schedule=schedule(wait=SKIPPED - 1, warmup=1, active=STEPS, repeat=1),
+                       on_trace_ready=export)
+    profiler.start()
+    optimizer.register_step_post_hook(lambda *_: profiler.step())
+    atexit.register(profiler.stop)
