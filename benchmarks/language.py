@@ -5,9 +5,9 @@
 
 Both train on the bytes of Python's standard library, in float32, with equally many parameters, windows of 64 tokens,
 batches of 12 windows as in nanoGPT's README for a CPU, and steps. nanoGPT trains once with the
-rates of its config/train_shakespeare_char.py and once with those of language/train.py. In each round, each of them trains for
-one epoch of language/train.py while the others are paused. At the end, the benchmark computes the loss of each model on
-language/train.py's validation windows.
+rates of its config/train_shakespeare_char.py and once with those of language/train.py. In each round, each of them
+trains for one epoch of language/train.py while the others are paused. At the end, the benchmark computes the loss of
+each model on language/train.py's validation windows.
 """
 import json
 import pickle
@@ -31,7 +31,8 @@ from language import gpt, llama, text
 SIZE = gpt.Size(128, 4, 4, 2, 384)  # each layer has as many parameters as nanoGPT's
 LIKE = {"n_layer": SIZE.layers, "n_head": SIZE.heads, "n_embd": SIZE.width, "dropout": 0.0, "compile": False}
 RATES = {"nanoGPT": {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": 100, "beta2": 0.99},
-         "nanoGPT, rates of language/train.py": {"learning_rate": 2e-3, "min_lr": 2e-5, "warmup_iters": 50, "beta2": 0.95}}
+         "nanoGPT, rates of language/train.py": {"learning_rate": 2e-3, "min_lr": 2e-5, "warmup_iters": 50,
+                                                 "beta2": 0.95}}
 ITERATION = re.compile(r"iter \d+: loss [\d.]+, time ([\d.]+)ms")
 
 
@@ -66,7 +67,7 @@ def load_nanogpt(checkout: Path, file: Path) -> torch.nn.Module:
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
     parser.add_argument("checkout", type=Path, help="a clone of nanoGPT")
-    parser.add_argument("--epochs", type=cli.positive_int, default=6, help="of language/train.py; one more than the rounds")
+    parser.add_argument("--epochs", type=cli.positive_int, default=6, help="of ours; one more than the rounds")
     parser.add_argument("--batch-size", type=cli.positive_int, default=12, help="windows per step")
     parser.add_argument("--length", type=cli.positive_int, default=64, help="tokens in a window")
     parser.add_argument("--windows", type=cli.positive_int, default=1680, help="windows in an epoch")
@@ -95,7 +96,7 @@ def main() -> None:
     contenders, files = {}, {}
     try:
         words = [word for name, value in ours.items() for word in (f"--{name}", str(value))]
-        command = measure.launch(0, "language/train.py", *words)
+        command = measure.launch(0, "language.train", *words)
         contenders["language/train.py"] = measure.Contender(command, steps * tokens, args.threads)
         for name, rates in RATES.items():
             files[name] = folder / name / "ckpt.pt"

@@ -23,7 +23,6 @@ from benchmarks.tables import ROOT, spread
 from common import cli
 from common.datasets import DATASETS
 from common.models import MODELS
-from tools import markers
 
 LONG = 5  # seconds; the scripts print times to 0.01 s
 EPOCH = re.compile(r"epoch +\d+/\d+ (?:.* val_loss (?P<val_loss>[\d.]+))?(?:.* accuracy (?P<accuracy>[\d.]+))?.* "
@@ -60,8 +59,7 @@ def training_scripts() -> list[str]:
 
 def launch(processes: int, target: str, *arguments: str) -> list[str]:
     """Return the command that starts a script or a module under torchrun, or without a launcher for 0 processes."""
-    start = markers.words(ROOT / target) if target.endswith(".py") else ["-m", target]
-    words = [*start, *arguments]
+    words = [target, *arguments] if target.endswith(".py") else ["-m", target, *arguments]
     if processes:
         with socket.create_server(("", 0)) as server:  # a free port: --standalone's rendezvous does not survive pauses
             port = server.getsockname()[1]
@@ -90,8 +88,11 @@ def launch_script(processes: int, script: str, *arguments: str) -> list[str]:
     doc = (ROOT / script).read_text().split('"""')[1]
     options = {"--nprocs": processes, "--accum-steps": 2}
     extra = [word for name, value in options.items() if name in doc for word in (name, str(value))]
-    first = re.search(rf"^    (.*) {re.escape(' '.join(markers.words(ROOT / script)))}", doc, re.M)[1]
-    return launch(0 if first == "python" else processes, script, *extra, *arguments)
+    target = script
+    if (ROOT / script).with_name("__init__.py").exists():  # a wing: its scripts start as modules
+        target = script.removesuffix(".py").replace("/", ".")
+    first = re.search(rf"^    (.*?)(?: -m)? {re.escape(target)}", doc, re.M)[1]
+    return launch(0 if first == "python" else processes, target, *extra, *arguments)
 
 
 def read_epochs(lines: Iterable[str]) -> Iterator[dict[str, float]]:

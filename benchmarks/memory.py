@@ -29,8 +29,8 @@ from tqdm import tqdm
 from benchmarks import measure
 from benchmarks.tables import ROOT, memory_table, path_of, save
 from common import checkpoint, cli, models
-from language import gpt, text
 from common.reduce import get_world_size
+from language import gpt, text
 
 SCRIPTS = ["train_DDP.py", "train_FSDP.py", "train_TP.py", "train_PP.py"]
 MESHES = {"language/train.py": [1], "language/train_DDP.py": [2, 4], "language/train_TP.py --tensor-parallel 1": [2, 4],
@@ -89,7 +89,7 @@ def predict(size: gpt.Size, script: str, processes: int, batch_size: int, length
     numbers = size.layers * ((9 * size.width + 4 * size.hidden) // tensor + 2 * size.width) + 3 * rows // tensor
     tokens, shards = batch_size * length * tensor // processes, processes if "TP" in script else 1
     held = 16 * parameters // shards
-    embedding, kind = 4 * rows * size.width // tensor, Path(script.split()[0]).stem.removeprefix("train")
+    embedding, kind = 4 * rows * size.width // tensor, script.split()[0][14:-3]
     at_loss = held * (4 if kind == "_DDP" else 3) // 4 + 4 * numbers * tokens + (kind == "_TP") * embedding
     return {"held": held, "peak": max(at_loss, held + {"": 2, "_DDP": 3, "_TP": 4}[kind] * embedding)}
 

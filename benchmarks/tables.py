@@ -163,8 +163,8 @@ def language_table(content: dict) -> str:
     return ("Language (`python -m benchmarks.language`): "
             + caption(content, count(args["epochs"] - 1, "round"), f"{args['length']} tokens per window",
                       f"{args['epochs'] * (args['windows'] // args['batch_size']):,} steps")
-            + table(["program", "parameters", "tokens/s", "speed of language/train.py relative to this", "validation loss",
-                     "epochs until language/train.py reaches this loss"], rows))
+            + table(["program", "parameters", "tokens/s", "speed of language/train.py relative to this",
+                     "validation loss", "epochs until language/train.py reaches this loss"], rows))
 
 
 def ratio_table(contents: list[dict]) -> str:

@@ -1,1 +1,1 @@
-"""Object detection, for `detection/train.py` and its children."""
+"""Object detection: README.md is about the scripts of this folder."""

@@ -1,1 +1,1 @@
-"""Language models, for `language/train.py` and its children."""
+"""Language models: README.md is about the scripts of this folder."""

@@ -1,10 +1,11 @@
-"""How context parallelism divides a sequence over the processes of a group; for `language/train_CP.py` and its children."""
+"""How context parallelism divides a sequence over the processes of a group; for `train_CP.py` and `train_4D.py`."""
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from common.errors import UsageError
+
 from . import gpt
 
 if TYPE_CHECKING:

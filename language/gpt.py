@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from common.reduce import get_world_size
+
 from .experts import Mixture
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common import checkpoint, cli, models
 from common.errors import UsageError, reason
+
 from . import gpt
 
 FIELDS = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from common import pipeline, shards
 from common.errors import UsageError
+
 from .gpt import GPT
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ def test_mixed_precision_trains_nearly_the_same_model(trained):
 
 
 def merged(child, folder):
-    """Merge detection/train_DDP.py with another child of train_DDP.py as detection/README.md does; return the script."""
+    """Merge detection/train_DDP.py with a child of train_DDP.py as detection/README.md does; return the script."""
     script = copy_out("detection/train_DDP.py", folder)
     pattern = r"^(git merge-file .*?) > (detection/train_\w+\.py)"
     line, name = re.search(pattern, (ROOT / "detection/README.md").read_text(), re.M).groups()
@@ -75,8 +75,8 @@ def test_a_merge_with_another_idea_is_a_script(trained, scenes, child, tmp_path)
 def test_evaluation_does_not_depend_on_processes_or_batches(trained, scenes, tmp_path):
     """It also shows that one script loads another's checkpoint: this one was saved by two processes."""
     folder, _ = trained("train_DDP.py")
-    said = good(run(*command("detection/train.py"), *OPTIONS, "--data-path", scenes, "--batch-size", "5", "--output-dir",
-                    tmp_path, "--evaluate", "--resume", folder / "last.pt", env=FLOAT64)).out
+    said = good(run(*command("detection/train.py"), *OPTIONS, "--data-path", scenes, "--batch-size", "5",
+                    "--output-dir", tmp_path, "--evaluate", "--resume", folder / "last.pt", env=FLOAT64)).out
     line = trained("train_DDP.py")[1].out.splitlines()[-1]
     assert re.search(r"val_loss .*mAP [\d.]+", said)[0] == re.search(r"val_loss .*mAP [\d.]+", line)[0]
 

@@ -41,8 +41,8 @@ BUDGETS = {"train_DP.py": 5, "train_DDP.py": 44, "train_mp.py": 18, "train_amp.p
            "language/train_DDP.py": 3, "language/train_combined.py": 8, "language/train_FSDP.py": 5,
            "language/train_TP.py": 20, "language/train_CP.py": 30, "language/train_EP.py": 41,
            "language/train_4D.py": 40, "detection/train_DDP.py": 4, "detection/train_amp.py": 4,
-           "minimal/train_DDP.py": 24, "minimal/train_amp.py": 8, "minimal/train_resume.py": 14, "minimal/train_grad_accum.py": 10,
-           "minimal/train_FSDP.py": 16}
+           "minimal/train_DDP.py": 24, "minimal/train_amp.py": 8, "minimal/train_resume.py": 14,
+           "minimal/train_grad_accum.py": 10, "minimal/train_FSDP.py": 16}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=markers.name_of)

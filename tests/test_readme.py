@@ -41,7 +41,8 @@ def test_every_script_is_named_in_both_languages_and_has_a_section():
     for path in markers.scripts()])
 def test_every_option_in_the_readme_and_the_docstrings_exists(path, monkeypatch, capsys):
     """--help lists them, and shows that a script starts without a device or data. All scripts run in one process."""
-    texts = "".join([README, EXCERPTS, *WINGS.values()]) + "".join((path.read_text().split('"""')[1] for path in markers.scripts()))
+    docstrings = [script.read_text().split('"""')[1] for script in markers.scripts()]
+    texts = "".join([README, EXCERPTS, *WINGS.values(), *docstrings])
     texts = re.sub(r"\\\n\s*", "", texts)  # one line for each command
     name = markers.name_of(path)
     if name == "loader_DALI.py":

@@ -35,8 +35,8 @@ import pytest
 from benchmarks.language import read_iterations
 from benchmarks.measure import kill, launch, launch_script, read_epochs
 from benchmarks.tables import ROOT, around, save, spread, table
-from language import gpt, text
 from common.launch import cores_per_process, end_with_parent
+from language import gpt, text
 
 OUTPUT = ["--output-dir", "runs/gpu-report/run"]
 # asked in another process, because CUDA's own memory would be missing in the measurements

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.ops import box_iou
 
 from common import loading
-from detection import data, mean_ap
 from common.errors import ProcessError, UsageError
+from detection import data, mean_ap
 
 SCENES, VAL_SCENES = data.create_datasets("scenes", "", 96, 0)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from conftest import ROOT
 
 from common import devices, loading, reduce, spawn
-from detection import mean_ap
 from common.errors import UsageError
+from detection import mean_ap
 
 GROUPS = {"cpu", "cuda", "xpu"}  # torch.distributed has no backend that takes MPS tensors
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.language import gpt
+from language import gpt
 
 SIZE = gpt.Size(32, 2, 4, 2, 48, base=50.0)
 

@@ -67,7 +67,7 @@ def test_the_page_begins_with_the_oldest_version_and_no_script_fails_there():
 
 @pytest.mark.parametrize(("results", "said"), [
     ({"train": "", "--resume": "", "warnings": ""}, "ok"),
-    ({"train": "", "--compile": "exit codes [2]: language/train_TP.py: error: --compile: torch 2.11.0 cannot compile it; use "
+    ({"train": "", "--compile": "exit codes [2]: train_TP.py: error: --compile: torch 2.11.0 cannot compile it; use "
                                 "torch 2.14 or newer"}, "--compile: needs torch 2.14 or newer"),
     ({"start": "exit codes [2]: loader_DALI.py: error: no DALI: pip install -r requirements/dali.txt"},
      "start: needs requirements/dali.txt"),

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torchvision.ops import box_iou, complete_box_iou_loss
 
 from common import models
-from detection import yolov3
 from common.errors import UsageError
+from detection import yolov3
 
 ANCHORS = torch.tensor([[8, 10], [12, 9], [14, 16], [20, 30], [30, 22], [32, 34], [50, 44], [48, 70], [80, 78.0]])
 

@@ -3,7 +3,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
