@@ -14,7 +14,7 @@ from language import experts, gpt, text
 
 # 13 windows for validation: no number of processes divides them
 OPTIONS = ["--epochs", "2", "--batch-size", "24", "--windows", "104", "--length", "32", "--seed", "3", "--save-every",
-           "1", "--warmup-steps", "3", "--document-mask", "--sample", ""]
+           "1", "--warmup-steps", "5", "--document-mask", "--sample", ""]
 CLIP, EXPERTS, SAMPLE = ["--clip-norm", "0.5"], ["--model", "moe_tiny"], ["--sample", "def "]
 STARTS = {
     "one": ("train.py", 1, *SAMPLE), "one, clipped": ("train_TP.py", 1, *CLIP),
@@ -97,6 +97,11 @@ def test_the_model_learns_and_writes(trained):
     bits = [float(number) for number in re.findall(r"bits ([\d.]+)", out)]
     assert 8.5 > bits[0] > bits[1] > 0 and re.search(r"stdlib: [\d,]+ tokens \(sha256 [\da-f]{8}\)", out)
     assert out.partition("tokens/s\n")[2].partition("tokens/s\n")[2].startswith("def ")
+
+
+def test_the_rate_that_is_shown_is_that_of_the_last_step(trained):
+    """The warm-up takes five steps, and the first epoch has four."""
+    assert [line["lr"] for line in epochs(trained("one")[1].out)] == pytest.approx([2e-3 * 4 / 5, 1.01e-3], abs=1e-5)
 
 
 def test_what_the_model_writes_cannot_control_a_terminal():
