@@ -28,19 +28,25 @@ _locks: list[TextIO] = []  # keeps the lock files open: closing one would releas
 
 
 def make_folder(path: str | Path, lock: bool = True) -> Path:
-    """Create the output folder `path` if needed and return it; raise UsageError if that fails.
+    """Create the output folder `path` if needed and return it; every process must call this.
 
-    With `lock`, the main process locks the folder until the process exits, and raises UsageError if another run has
-    locked it. A loader worker that briefly outlives the main process does not hold the lock.
+    With `lock`, the main process locks the folder until the process exits. A loader worker that briefly outlives the
+    main process does not hold the lock. All processes raise UsageError if one of them cannot use the folder, or if
+    another run has locked it.
     """
+    problem = None
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
-            raise UsageError(f"--output-dir {path}: not writable")
-        if lock and is_main_process():
+            problem = f"--output-dir {path}: not writable"
+        elif lock and is_main_process():
             _locks.append(_lock(path, open(Path(path, ".lock"), "a+")))
     except OSError as error:
-        raise UsageError(f"--output-dir {path}: {reason(error)}") from None
+        problem = f"--output-dir {path}: {reason(error)}"
+    except UsageError as error:
+        problem = str(error)
+    if not agree(problem) or problem:
+        raise UsageError(problem or f"--output-dir {path}: another process cannot use it")
     return Path(path)
 
 

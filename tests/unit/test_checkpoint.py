@@ -210,6 +210,27 @@ def test_a_lock_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys, of_
     holder.communicate("")
 
 
+ONE_OF_TWO = """if True:
+    import sys
+    import torch.distributed as dist
+    from common import checkpoint
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(sys.argv[2]), world_size=2)
+    try:
+        checkpoint.make_folder(sys.argv[1])
+    except checkpoint.UsageError as error:
+        print(error)"""
+
+
+def test_every_process_finds_that_the_folder_is_in_use(tmp_path):
+    """Only the main process tries to lock it; the others would otherwise wait for a process that has ended."""
+    holder = hold(tmp_path, f"elsewhere 4711 {checkpoint._kernel()}\n")
+    runs = [subprocess.Popen([sys.executable, "-c", ONE_OF_TWO, tmp_path, str(rank)], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE) for rank in (0, 1)]
+    first, second = (run.communicate(timeout=60)[0] for run in runs)
+    holder.communicate("")
+    assert "in use by another run" in first and second == f"--output-dir {tmp_path}: another process cannot use it\n"
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch, capsys, number):
     def refuse(*_):
