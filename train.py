@@ -6,7 +6,6 @@
 
 Parent: none
 """
-import atexit
 import time
 
 from common import checkpoint, cli, datasets, devices, errors, loading, models, recipe
@@ -67,7 +66,7 @@ def start_log(args, start_epoch, headline):
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
-    atexit.register(writer.close)
+    writer.flush()
     return writer
 
 
@@ -77,8 +76,9 @@ def main(args):
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
-    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
+    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed)
     datasets.require_samples(train_set, val_set, args.batch_size)
+    datasets.save_classes(train_set, folder)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_options = loading.options(args.workers, device, train_set)

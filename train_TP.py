@@ -7,7 +7,6 @@
 
 Parent: train_FSDP.py
 """
-import atexit
 import time
 
 # new # DDP
@@ -129,7 +128,7 @@ def start_log(args, start_epoch, headline):
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
-    atexit.register(writer.close)
+    writer.flush()
     return writer
 
 
@@ -139,8 +138,9 @@ def main(args):
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
-    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
+    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed)
     datasets.require_samples(train_set, val_set, args.batch_size)
+    datasets.save_classes(train_set, folder)
 
     # new # TP: the processes of a tensor group read the same samples
     grid = dist.init_device_mesh(device.type, **tensor_parallel.tp_mesh(args.tensor_parallel, device))

@@ -6,7 +6,6 @@
 
 Parent: train_DDP.py
 """
-import atexit
 import time
 
 # new # DDP
@@ -94,7 +93,7 @@ def start_log(args, start_epoch, headline):
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
-    atexit.register(writer.close)
+    writer.flush()
     return writer
 
 
@@ -104,8 +103,9 @@ def main(args):
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
-    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed, folder)
+    train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed)
     datasets.require_samples(train_set, val_set, args.batch_size)
+    datasets.save_classes(train_set, folder)
 
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()

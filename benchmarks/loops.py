@@ -67,7 +67,7 @@ def load(args):
     if args.model in yolov3.MODELS:
         source, _ = data.create_datasets(args.dataset, args.data_path, 96, 0)
         return source, yolov3.create_model(args.model, source.num_classes, data.anchors(source)), yolov3.loss
-    source, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
+    source, _ = datasets.create_datasets(args.dataset, args.data_path, 0)
     return source, models.create_model(args.model, source.num_classes, source.image_shape), F.cross_entropy
 
 

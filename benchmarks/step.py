@@ -157,7 +157,7 @@ def main() -> None:
         raise errors.UsageError(f"--epochs {args.epochs}: the first does not count, so there must be a second")
     device = devices.prepare(args.device, False)
     where = measure.machine(device, "train*.py", "common", "benchmarks/*.py")
-    train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0, ".")
+    train_set, _ = datasets.create_datasets(args.dataset, args.data_path, 0)
     content = {"machine": where, "arguments": vars(args), "threads": torch.get_num_threads(),
                **compare_steps(args, device, train_set), "script": watch_epochs(args)}
     save(path_of("step", where, args.dataset, args.model), content)

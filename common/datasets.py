@@ -65,16 +65,15 @@ DATASETS = {
 }
 
 
-def create_datasets(name: str, path: str | Path, seed: int, output_dir: str | Path) -> tuple[Any, Any]:
+def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
     """Return the training and validation sets of `name`, one of DATASETS.
 
     `path` is the folder of torchvision's datasets, which one process downloads while the others wait. For "folder",
-    `path` is the folder of the images, and the main process writes `class_indices.json` to `output_dir`. Raises
-    UsageError if the data is missing.
+    `path` is the folder of the images. Raises UsageError if the data is missing.
     """
     kind = DATASETS[name]
     if not kind.load:
-        return _folder(Path(path), seed, output_dir)
+        return _folder(Path(path), seed)
     train, val = kind.load(name, path)
     return ArrayDataset(name, *train, seed, augment=kind.augment), ArrayDataset(name, *val, seed)
 
@@ -137,11 +136,11 @@ class FolderDataset:
     mean, std = DATASETS["folder"][1:3]
     image_shape = (3, 224, 224)
 
-    def __init__(self, samples: list[tuple[str, int]], num_classes: int, seed: int, augment: bool = False) -> None:
+    def __init__(self, samples: list[tuple[str, int]], classes: list[str], seed: int, augment: bool = False) -> None:
         # Arrays, not lists: workers would update a list's reference counts, which copies its memory page by page
         self.paths = np.array([os.fsencode(path) for path, _ in samples])
         self.labels = torch.tensor([label for _, label in samples])
-        self.num_classes, self.seed, self.augment = num_classes, seed, augment
+        self.classes, self.seed, self.augment = classes, seed, augment
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         from torchvision.transforms import v2  # not at the top: importing torchvision takes half a second
 
@@ -226,6 +225,14 @@ def require_samples(train_set: Any, val_set: Any, batch_size: int) -> None:
         raise UsageError("the validation set has no samples")
 
 
+def save_classes(dataset: Any, folder: Path) -> None:
+    """If the dataset has `classes`, their names, the main process writes them to `class_indices.json` in `folder`."""
+    names = loading.attribute(dataset, "classes")
+    if names and is_main_process():
+        text = json.dumps(dict(enumerate(names)), indent=4, ensure_ascii=False)
+        Path(folder, "class_indices.json").write_text(text + "\n", encoding="utf-8")
+
+
 def classes_and_shape(dataset: Any) -> tuple[int, tuple[int, ...]]:
     """Return (number of classes, (C, H, W) of an image), from the dataset's attributes or its first sample.
 
@@ -286,7 +293,7 @@ def _channels_first(images: ArrayLike) -> Tensor:
     return images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
 
 
-def _folder(path: Path, seed: int, output_dir: str | Path) -> tuple[FolderDataset, FolderDataset]:
+def _folder(path: Path, seed: int) -> tuple[FolderDataset, FolderDataset]:
     if not path.is_dir():
         raise UsageError(f"--data-path {path}: no such folder")
     split = (path / "train").is_dir() and (path / "val").is_dir()
@@ -304,10 +311,7 @@ def _folder(path: Path, seed: int, output_dir: str | Path) -> tuple[FolderDatase
                       _stratified_split([label for _, label in samples]))
     if not val:
         raise UsageError(f"--data-path {path}: too few images to keep a fifth of each class for validation")
-    if is_main_process():
-        file = Path(output_dir, "class_indices.json")
-        file.write_text(json.dumps(dict(enumerate(classes)), indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
-    return FolderDataset(train, len(classes), seed, augment=True), FolderDataset(val, len(classes), seed)
+    return FolderDataset(train, classes, seed, augment=True), FolderDataset(val, classes, seed)
 
 
 def _subfolders(path: Path) -> list[str]:

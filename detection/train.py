@@ -7,7 +7,6 @@
 
 Parent: none
 """
-import atexit
 import time
 
 from common import checkpoint, cli, datasets, devices, errors, loading, models
@@ -77,7 +76,7 @@ def start_log(args, start_epoch, headline):
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
-    atexit.register(writer.close)
+    writer.flush()
     return writer
 
 

@@ -9,7 +9,6 @@ The loss, the detections and the metrics are computed in float32.
 
 Parents: train_DDP.py, ../train_amp.py
 """
-import atexit
 import time
 
 # new # DDP
@@ -109,7 +108,7 @@ def start_log(args, start_epoch, headline):
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
-    atexit.register(writer.close)
+    writer.flush()
     return writer
 
 

@@ -10,7 +10,6 @@ Like ../train_DCP.py, this script saves folders, also within an epoch, and on SI
 
 Parents: train_CP.py, ../train_PP.py, ../train_DCP.py
 """
-import atexit
 import time
 
 # new # DDP
@@ -233,7 +232,7 @@ def start_log(args, start_epoch, headline):
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
-    atexit.register(writer.close)
+    writer.flush()
     return writer
 
 

@@ -8,7 +8,6 @@
 
 Parent: train_TP.py
 """
-import atexit
 import time
 
 # new # DDP
@@ -177,7 +176,7 @@ def start_log(args, start_epoch, headline):
     print(headline)
     writer = SummaryWriter(args.output_dir, purge_step=start_epoch)
     writer.add_text("arguments", "\n".join(f"    {name} = {value}" for name, value in vars(args).items()))
-    atexit.register(writer.close)
+    writer.flush()
     return writer
 
 

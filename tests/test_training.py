@@ -45,7 +45,7 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_processes(runs):
     """The reference is the baseline, which has no sampler: two padded samplers would agree with each other."""
     from common.datasets import create_datasets
 
-    assert len(create_datasets("digits", "", 0, "")[1]) == 359  # an odd number: two processes do not divide it
+    assert len(create_datasets("digits", "", 0)[1]) == 359  # an odd number: two processes do not divide it
     for file in ("epoch-001.pt", "last.pt"):
         accuracies = [load(runs(name)[0] / file)["score"] for name in ("train.py", "train_DDP.py", "train_combined.py")]
         assert set(accuracies) == {round(accuracies[0] * 359) / 359}

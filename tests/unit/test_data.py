@@ -71,7 +71,7 @@ def test_batches_depend_on_seed_epoch_and_index_but_not_on_processes_or_workers(
 def test_two_files_of_one_picture_are_cropped_differently_and_an_epoch_repeats_it(tmp_path):
     picture = np.random.RandomState(0).randint(0, 256, (60, 60, 3)).astype(np.uint8)
     Image.fromarray(picture).save(tmp_path / "0.png")
-    data = datasets.FolderDataset([(str(tmp_path / "0.png"), 0)] * 4, 1, 0, augment=True)
+    data = datasets.FolderDataset([(str(tmp_path / "0.png"), 0)] * 4, ["a"], 0, augment=True)
     views = {}
     for epoch in (1, 2, 1):
         data.set_epoch(epoch)
@@ -112,7 +112,7 @@ def test_samples_of_any_dataset_become_a_batch(dataset):
 
 
 def test_a_whole_batch_stays_as_it_is_in_a_subset_too():
-    train, _ = datasets.create_datasets("digits", "", 0, "")
+    train, _ = datasets.create_datasets("digits", "", 0)
     for dataset, first in (train, 0), (Subset(train, [5, 6, 7]), 5):
         images, labels = first_batch(dataset)
         assert torch.equal(images, train.images[first:first + 3])
@@ -166,7 +166,7 @@ def test_workers_see_the_epoch_of_any_dataset():
         for epoch in (1, 2):
             datasets.set_epoch(dataset, epoch)
             assert [targets.item() for _, targets in loader][-1] == epoch
-    train, _ = datasets.create_datasets("digits", "", 0, "")
+    train, _ = datasets.create_datasets("digits", "", 0)
     for dataset in (train, Subset(train, [0]), Samples([1])):  # these workers need not start again
         assert loading.options(1, torch.device("cpu"), dataset)["persistent_workers"]
 
@@ -177,7 +177,7 @@ def test_each_set_has_as_many_workers_as_it_needs():
     free = launch.cores_per_process() - 1
     for augment, most in (True, 2), (False, 0):
         in_memory = datasets.ArrayDataset("cifar10", images, labels, 0, augment=augment)
-        files = datasets.FolderDataset([("0.png", 0)], 1, 0, augment=augment)
+        files = datasets.FolderDataset([("0.png", 0)], ["a"], 0, augment=augment)
         for dataset, expected in (in_memory, min(most, free)), (Subset(in_memory, [0]), min(most, free)), (
                 files, min(8, free)):
             assert loading.options(None, torch.device("cpu"), dataset)["num_workers"] == expected
@@ -246,10 +246,18 @@ IMAGE = torch.zeros(3, 32, 32)
     (Samples([(IMAGE, 0)], classes=["ash", "oak"]), (2, (3, 32, 32))),  # as torchvision's have it
     (Samples([], num_classes=7, image_shape=(1, 28, 28)), (7, (1, 28, 28))),
     (Subset(Samples([(IMAGE, 0)], classes=["ash", "oak"]), [0]), (2, (3, 32, 32))),
-    (Subset(datasets.create_datasets("digits", "", 0, "")[0], [0]), (10, (1, 28, 28)))])
+    (Subset(datasets.create_datasets("digits", "", 0)[0], [0]), (10, (1, 28, 28)))])
 def test_the_classes_and_the_shape_follow_from_the_dataset(dataset, found):
     assert datasets.classes_and_shape(dataset) == found
     models.create_model("cnn", *found)
+
+
+def test_the_names_of_the_classes_are_saved_if_the_dataset_has_them(tmp_path):
+    datasets.save_classes(Samples([]), tmp_path)
+    assert not [*tmp_path.iterdir()]
+    datasets.save_classes(Subset(Samples([(IMAGE, 0)], classes=["ash", "wei\u00dfbuche"]), [0]), tmp_path)
+    text = (tmp_path / "class_indices.json").read_text("utf-8")
+    assert text == '{\n    "0": "ash",\n    "1": "wei\u00dfbuche"\n}\n'
 
 
 @pytest.mark.parametrize(("dataset", "said"), [
