@@ -1,12 +1,11 @@
 """Tensor parallelism: its mesh, and a check of which layers can be split; for `train_TP.py`."""
-from collections.abc import Callable
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, parallel
+from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from . import shards
@@ -20,17 +19,6 @@ SPLIT = "only linear layers and embeddings can be split, not convolutions: train
 # For a module whose column-split layers share one input: backward() adds up the gradients that the layers compute for
 # this input, and reduces the sum once
 ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-
-
-class SequenceParallel(parallel.SequenceParallel):
-    """torch's SequenceParallel, but a frozen weight stays frozen. In torch 2.14, the original makes it trainable."""
-
-    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
-        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        module = super()._apply(module, device_mesh)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(name not in frozen)
-        return module
 
 
 def tp_mesh(size: int | None, device: torch.device) -> dict[str, Any]:
@@ -87,18 +75,3 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMe
         places = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements))
         if name not in places or places[name].is_replicate():
             dist.broadcast(value.to_local(), group=mesh.get_group(), group_src=0)
-
-
-def require_multiple(option: str, value: int, size: int) -> None:
-    """Raise UsageError, naming the `option`, unless its `value` is a multiple of the `size` of a group."""
-    if value % size:
-        raise UsageError(f"{option} {value}: not a multiple of the {size} processes that divide it")
-
-
-def whole(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[DTensor, Tensor], Tensor]:
-    """Wrap `function`, a loss or a metric: accept outputs that are a DTensor, and return a plain, full tensor."""
-    def of_parts(outputs: DTensor, targets: Tensor) -> Tensor:
-        targets = DTensor.from_local(targets, outputs.device_mesh, [Replicate()], run_check=False)
-        return cast(DTensor, function(outputs, targets)).full_tensor()
-
-    return of_parts

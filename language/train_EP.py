@@ -26,6 +26,9 @@ from common import tensor_parallel
 from common.updates import WarmUp
 from . import gpt, llama, text
 
+# new # TP
+from . import sequence
+
 # new # EP
 from . import experts
 
@@ -49,14 +52,14 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # new # TP: each process has the logits of a part of the vocabulary; see loss_parallel() below
-criterion = tensor_parallel.whole(gpt.loss)
-METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
+criterion = sequence.whole(gpt.loss)
+METRICS = {"accuracy": sequence.whole(gpt.hits), "bits": sequence.whole(gpt.bits)}
 
 # new # TP: yours: the layers to split; between them, each process has a part of every sequence
 COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
-PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, tensor_parallel.SequenceParallel())
+PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, sequence.SequenceParallel())
 PLAN |= dict.fromkeys(ROWS, RowwiseParallel(output_layouts=Shard(1)))
 PLAN["model.layers.*.self_attn"] = PLAN["model.layers.*.mlp"] = parallel.PrepareModuleInput(
     input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -66,7 +69,7 @@ PLAN["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_l
 PLAN["lm_head"] = ColwiseParallel()
 
 # new # EP: a mixture of experts computes this process's part of each sequence
-MIXTURES = {"model.layers.*.mlp.gate": tensor_parallel.SequenceParallel()}
+MIXTURES = {"model.layers.*.mlp.gate": sequence.SequenceParallel()}
 MIXTURES["model.layers.*.mlp"] = parallel.PrepareModuleInput(
     input_layouts=Shard(1), desired_input_layouts=Shard(1))
 MIXTURES["model.layers.*.mlp.experts"] = parallel.PrepareModuleInput(
@@ -202,7 +205,7 @@ def main(args):
     rank, world_size = grid["data"].get_local_rank(), grid["data"].size()
 
     # new # TP: sequence parallelism divides each sequence evenly
-    tensor_parallel.require_multiple("--length", args.length, grid["tensor"].size())
+    sequence.require_multiple("--length", args.length, grid["tensor"].size())
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
@@ -234,7 +237,7 @@ def main(args):
     for module in [part for part in model.modules() if isinstance(part, experts.Experts)]:
         module.compute = travel
         for name, weight in [*module.named_parameters()]:
-            tensor_parallel.require_multiple("--model: number of experts", len(weight), everyone.size())
+            sequence.require_multiple("--model: number of experts", len(weight), everyone.size())
             part = dist.tensor.distribute_tensor(weight, everyone, [Shard(0)], src_data_rank=None)
             setattr(module, name, torch.nn.Parameter(part, weight.requires_grad))
     own = {weight for name, weight in model.named_parameters() if ".experts." in name}

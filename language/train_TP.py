@@ -26,6 +26,9 @@ from common import tensor_parallel
 from common.updates import WarmUp
 from . import gpt, llama, text
 
+# new # TP
+from . import sequence
+
 import torch
 
 # new # DDP
@@ -46,14 +49,14 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # new # TP: each process has the logits of a part of the vocabulary; see loss_parallel() below
-criterion = tensor_parallel.whole(gpt.loss)
-METRICS = {"accuracy": tensor_parallel.whole(gpt.hits), "bits": tensor_parallel.whole(gpt.bits)}
+criterion = sequence.whole(gpt.loss)
+METRICS = {"accuracy": sequence.whole(gpt.hits), "bits": sequence.whole(gpt.bits)}
 
 # new # TP: yours: the layers to split; between them, each process has a part of every sequence
 COLUMNS = ["model.layers.*.self_attn.[qkv]_proj", "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_*"]
 ROWS = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
-PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, tensor_parallel.SequenceParallel())
+PLAN = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(NORMS, sequence.SequenceParallel())
 PLAN |= dict.fromkeys(ROWS, RowwiseParallel(output_layouts=Shard(1)))
 PLAN["model.layers.*.self_attn"] = PLAN["model.layers.*.mlp"] = parallel.PrepareModuleInput(
     input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -164,7 +167,7 @@ def main(args):
     rank, world_size = grid["data"].get_local_rank(), grid["data"].size()
 
     # new # TP: sequence parallelism divides each sequence evenly
-    tensor_parallel.require_multiple("--length", args.length, grid["tensor"].size())
+    sequence.require_multiple("--length", args.length, grid["tensor"].size())
 
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
 
