@@ -113,8 +113,7 @@ def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[s
     """Write `content`, from collect(), atomically to each of `names` in the folder of `path`, and then to `path`.
 
     The content goes to a temporary file, which is flushed to disk and renamed, so a crash leaves either the old file or
-    the new one. Each of `names` becomes a hard link, or a copy if the file system does not support links. Raises
-    ProcessError if the file cannot be written, for example because the disk is full.
+    the new one. Each of `names` becomes a hard link or a copy. Raises ProcessError, for example if the disk is full.
     """
     temporary, other = (Path(path).with_name(f".{Path(path).name}.{kind}") for kind in ("tmp", "link"))
     try:
@@ -171,9 +170,8 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
     """Return the dict that `torch.save` wrote to `path`, with its tensors on the CPU.
 
     The file may contain only tensors and plain values, so loading executes no code. torch maps the file into memory, so
-    the processes of a host share one copy of its pages (`mmap` in
-    https://docs.pytorch.org/docs/stable/generated/torch.load.html). Copy any tensor that must outlive the file. Raises
-    UsageError, naming `option`, if the file is missing, incomplete or in another format.
+    the processes of a host share one copy of its pages. Copy any tensor that must outlive the file. Raises UsageError,
+    naming `option`, if the file is missing, incomplete or in another format.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -192,12 +190,8 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
     return content
 
 
-def _whole(part: Any, saved: Any) -> Any:
-    return copied(saved)  # the file is memory-mapped: keep no reference to its tensors
-
-
 def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any],
-           progress: dict[str, Any] | None = None, take: Callable[[Any, Any], Any] = _whole,
+           progress: dict[str, Any] | None = None, take: Callable[[Any, Any], Any] = lambda part, saved: copied(saved),
            read: Callable[[str | Path], dict[str, Any]] | None = None) -> tuple[int, float]:
     """Restore the objects in `state` from a checkpoint; return (the next epoch, the best score so far or -inf).
 

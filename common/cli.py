@@ -111,12 +111,11 @@ def report_errors() -> Iterator[None]:
     If all processes know the cause, the main process reports it. Otherwise, the process that failed reports it, with
     its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
-    After a failure, the process flushes its output and exits at once. The process does not destroy the process group,
-    because that waits for the other processes, which may be waiting for this one (ncclCommDestroy is collective within
-    a node). A process that was in a group also exits at once when its script is done: torch's caches keep meshes and
-    their groups alive, so gloo's threads outlive destroy_process_group(), and Python aborts at exit if such a thread
-    still has a tensor (docs/pitfalls.md, E15). Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143
-    for SIGTERM.
+    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
+
+    After a failure, the process exits at once, without destroying the process group, which would wait for processes
+    that may wait for this one. So does a process that was in a group when its script is done: torch's caches keep
+    groups alive, and Python aborts at exit if one of gloo's threads still has a tensor (docs/pitfalls, E15).
     """
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once

@@ -53,9 +53,7 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
 def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -> None:
     """Write a Chrome trace of optimizer steps 6 to 10 to `folder`/trace-RANK.json; on CUDA, also memory-RANK.pickle.
 
-    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz. Names to look
-    for in the trace: enumerate(DataLoader), DistributedDataParallel.forward, autograd::engine, gloo: or nccl:,
-    Optimizer.step.
+    Open the trace in https://ui.perfetto.dev and the other file in https://docs.pytorch.org/memory_viz.
     """
     def export(profiler: profile) -> None:
         profiler.export_chrome_trace(str(folder / f"trace-{rank}.json"))

@@ -5,23 +5,21 @@ The scripts accept any dataset with a length and one of these methods:
 - `__getitem__(index)` returns a sample: a tuple (input, target) of tensors, arrays or numbers.
 - `__getitems__(indices)` returns a list of samples, as torch expects, or a whole batch: a tuple of two tensors.
 
-The datasets here return whole batches: `uint8` images (N, C, H, W) and `int64` labels (N,). So a loader does not need
-to collate samples. `uint8` has a quarter of the bytes of `float32`, so batches reach the device faster. On the device,
-`Normalize` converts `uint8` images to floats and leaves other inputs unchanged.
+The datasets here return whole batches, which a loader need not collate: `uint8` images (N, C, H, W), a quarter of the
+bytes of `float32`, and `int64` labels (N,). On the device, `Normalize` converts `uint8` images to floats.
 
 A dataset may have these attributes; the scripts also find them inside torch's Subset and ConcatDataset:
 
 - `set_epoch(epoch)`: the scripts call it before each epoch. Loader workers stay alive between epochs only if they can
   read the new epoch from a tensor `epoch` in shared memory. In this module, augmentation depends only on `(seed, epoch,
-  index)`, so that any number of processes and workers trains on the same images. Augmentation that draws from torch's
-  global generator would depend on the number of processes and workers.
+  index)`, not on the number of processes and workers, as it would if it drew from torch's global generator.
 - `mean` and `std`, per channel, for pixels in [0, 1].
 - `num_classes` or `classes`, and `image_shape`, for the models in `common/models.py`.
 - `most_workers`, the largest useful number of loader workers.
 """
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
@@ -48,20 +46,17 @@ class Kind(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: bool = False
-    load: Callable[[str, str | Path], list[tuple[Tensor, Tensor]]] | None = None  # called with the name and --data-path
+    torchvision: str | None = None  # the name of torchvision's class
 
 
 DATASETS = {
-    "digits": Kind(10, (0.3058,), (0.3250,), False, lambda name, path: digits()),
-    "mnist": Kind(10, (0.1307,), (0.3081,), False, lambda name, path: _torchvision("MNIST", name, path)),
-    "fashion-mnist": Kind(10, (0.2860,), (0.3530,), False, lambda name, path: _torchvision("FashionMNIST", name, path)),
-    "cifar10": Kind(10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), True,
-                    lambda name, path: _torchvision("CIFAR10", name, path)),
-    "cifar100": Kind(100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), True,
-                     lambda name, path: _torchvision("CIFAR100", name, path)),
+    "digits": Kind(10, (0.3058,), (0.3250,)),
+    "mnist": Kind(10, (0.1307,), (0.3081,), torchvision="MNIST"),
+    "fashion-mnist": Kind(10, (0.2860,), (0.3530,), torchvision="FashionMNIST"),
+    "cifar10": Kind(10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), True, "CIFAR10"),
+    "cifar100": Kind(100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), True, "CIFAR100"),
     "folder": Kind(None, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), True),  # mean and std of ImageNet
-    "fake": Kind(100, (0.5, 0.5, 0.5), (0.29, 0.29, 0.29), True,
-                 lambda name, path: [_fake(50_000, 1), _fake(10_000, 2)]),
+    "fake": Kind(100, (0.5, 0.5, 0.5), (0.29, 0.29, 0.29), True),
 }
 
 
@@ -72,9 +67,12 @@ def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
     `path` is the folder of the images. Raises UsageError if the data is missing.
     """
     kind = DATASETS[name]
-    if not kind.load:
+    if name == "folder":
         return _folder(Path(path), seed)
-    train, val = kind.load(name, path)
+    if kind.torchvision:
+        train, val = _torchvision(kind.torchvision, name, path)
+    else:
+        train, val = digits() if name == "digits" else [_fake(50_000, 1), _fake(10_000, 2)]
     return ArrayDataset(name, *train, seed, augment=kind.augment), ArrayDataset(name, *val, seed)
 
 
@@ -128,9 +126,8 @@ class ArrayDataset:
 class FolderDataset:
     """Labeled image files, decoded on access: batches of images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
 
-    With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training.
-    Without `augment`, it resizes the image to 256 pixels and crops its center. Raises ProcessError, naming the file, if
-    an image cannot be decoded.
+    With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training;
+    without, it resizes the image to 256 pixels and crops its center. Raises ProcessError if a file cannot be decoded.
     """
 
     mean, std = DATASETS["folder"][1:3]

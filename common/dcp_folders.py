@@ -54,11 +54,9 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
     """Create the folder for a checkpoint after `steps` steps; return it and this process's tensors for async_save.
 
     The folder is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER`
-    otherwise. Rank 0 writes everything that is not a tensor, in `values` and in each `state_dict()` of `state`. Only
-    rank 0 saves the model's tensors that are not sharded, because BatchNorm's statistics differ between processes
-    within an epoch. A process skips its tensors on the meta device: another process has and saves them. If several
-    processes have the same tensor, such as a tied embedding in a pipeline, torch writes it only once. All processes
-    must call this.
+    otherwise. Rank 0 writes everything that is not a tensor. Only rank 0 saves the model's unsharded tensors, because
+    BatchNorm's statistics differ between processes within an epoch. A process skips its tensors on the meta device:
+    another process saves them. Of equal tensors, torch writes only one. All processes must call this.
     """
     path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))
@@ -120,15 +118,15 @@ def whole_folders(output_dir: Path) -> list[Path]:
 
 
 def steps_of(path: Path) -> int:
-    """Return the number of steps that a folder's name contains."""
+    """Return the number in a folder's name."""
     return int(path.name.rpartition("-")[2])
 
 
 def reject_newer(output_dir: Path, steps: int) -> None:
     """Raise UsageError if a complete folder is newer than step `steps`, at which this run starts.
 
-    prune() would keep that folder instead of one from this run. There are three causes: the folder is from another run,
-    this run resumes from an older checkpoint, or this run uses larger batches, so that an epoch has fewer steps.
+    prune() would keep that folder instead of one from this run. It is from another run, this run resumes from an older
+    checkpoint, or this run uses larger batches, so that an epoch has fewer steps.
     """
     if (found := whole_folders(output_dir)) and steps_of(found[-1]) > steps:
         raise UsageError(f"--output-dir {output_dir}: contains {found[-1].name}, newer than step {steps}, where this "

@@ -12,9 +12,9 @@ from .errors import UsageError
 
 
 def prepare(name: str | None, deterministic: bool, local_rank: int | None = None) -> torch.device:
-    """Select a device with `select_device`, configure torch for it with `choose_algorithms`, and return the device.
+    """Select a device, configure torch for it, and return the device.
 
-    Call this before NCCL starts. Otherwise, despite `deterministic`, NCCL may sum with NVLink SHARP, in an order that
+    Call this before NCCL starts: otherwise, despite `deterministic`, NCCL may sum with NVLink SHARP, in an order that
     differs from call to call (github.com/pytorch/pytorch/pull/156381).
     """
     device = select_device(name, local_rank)
@@ -26,9 +26,8 @@ def prepare(name: str | None, deterministic: bool, local_rank: int | None = None
 def select_device(name: str | None, local_rank: int | None = None) -> torch.device:
     """Return the device `name`; by default, the accelerator, or the CPU if there is none.
 
-    A process in a group passes its `local_rank` and gets its own device. A device with an index becomes the current
-    device; otherwise, the process would also open a context on device 0, for example from its memory-pinning thread.
-    Raises UsageError if the device is not available.
+    A process in a group passes its `local_rank` and gets its own device, as choose_device() explains. It becomes the
+    current device: the process would otherwise also open a context on device 0, for example to pin memory.
     """
     device = _choose(name, local_rank)
     if device.index is not None:
@@ -67,9 +66,8 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 
     `name` is the value of --device or None, `accelerator` is the host's type of accelerator ("cuda", "mps", None), and
     `count` is the number of its visible devices. A process in a group has a `local_rank` among the `processes` of its
-    host, and may use the types in `in_groups`. Local ranks wrap around at `count`. So processes share devices if there
-    are too few, and each process uses index 0 if a scheduler shows it only one device. Raises UsageError if the
-    processes cannot use this device.
+    host, and may use the types in `in_groups`. Local ranks wrap around at `count`, so processes share devices if there
+    are too few. Raises UsageError if the processes cannot use this device.
     """
     try:
         device = torch.device(name or accelerator or "cpu")
@@ -98,10 +96,8 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 def device_types_in_groups(platform: str = sys.platform) -> set[str]:
     """Return the device types whose default torch.distributed backend accepts their tensors.
 
-    The result excludes "mps": its default is gloo, which accepts only "cpu" and "cuda" tensors
-    (`Backend.default_device_backend_map` and `Backend.backend_capability` in torch/distributed/distributed_c10d.py).
-    On Windows, it excludes "cuda", too: there is no NCCL, and gloo's all-reduce of a CUDA tensor ends the process
-    (github.com/pytorch/pytorch/issues/186535).
+    "mps" is not among them: its default is gloo, which accepts only "cpu" and "cuda" tensors. On Windows, "cuda" is
+    not, either: gloo's all-reduce of a CUDA tensor ends the process (github.com/pytorch/pytorch/issues/186535).
     """
     defaults, takes = dist.Backend.default_device_backend_map, dist.Backend.backend_capability
     return {device for device, backend in defaults.items() if device in takes.get(backend, [device])
@@ -124,14 +120,10 @@ def identify(device: torch.device) -> str:
 def choose_algorithms(deterministic: bool, device: torch.device) -> None:
     """Configure a GPU for bit-identical results in every run if `deterministic`, and for speed otherwise.
 
-    `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html: it selects deterministic
-    algorithms and fixes the cuBLAS workspace. Call this function before anything uses cuBLAS. Operations
-    without a deterministic version raise an error. Raises UsageError on MPS, because max-pooling's backward pass has no
-    deterministic version there
-    (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
-
-    For speed, float32 matrix products use TF32, as convolutions do by default, and cuDNN searches for the fastest
-    convolution for each new shape. On a CPU, nothing is set, because some CPUs would use TF32, too.
+    `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html; the cuBLAS workspace must be
+    fixed before anything uses cuBLAS. Raises UsageError on MPS, where max-pooling's backward pass has no deterministic
+    version. For speed, float32 matrix products use TF32, as convolutions do by default, and cuDNN searches for the
+    fastest convolution for each new shape. On a CPU, nothing is set, because some CPUs would use TF32, too.
     """
     if deterministic and device.type == "mps":
         raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")

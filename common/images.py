@@ -24,8 +24,7 @@ FLIPS = ((), (2,), (1, 2), (1,))  # axes to flip for the orientations 1 to 4; 5 
 def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
     """Decode a file's bytes, `encoded`, to an upright image, `uint8` of shape (3, H, W); scale 16-bit values to 8 bits.
 
-    torchvision 0.29 deprecates its decoders, and a later version will remove them. Their successors are in torchcodec:
-    https://github.com/pytorch/vision/pull/9609
+    torchvision 0.29 deprecates its decoders in favor of torchcodec's: https://github.com/pytorch/vision/pull/9609
     """
     from torchvision.io import ImageReadMode, decode_image
 
@@ -74,9 +73,8 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
                    content: bytes | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return an image that the caller will resize, and its full (height, width); see `decode` for the rest.
 
-    `resize` is the length in pixels that the shorter side will have (0: unchanged). A JPEG whose shorter side has at
-    least 4 * `resize` pixels is decoded at 1/2, 1/4 or 1/8 of its size. The scale is the smallest at which both sides
-    are whole numbers of pixels and the shorter one has at least 2 * `resize`.
+    `resize` is the length in pixels that the shorter side will have (0: unchanged). A JPEG is decoded at the smallest of
+    1/2, 1/4 and 1/8 of its size, if any, at which both sides are whole and the shorter one has at least 2 * `resize`.
     """
     encoded, image = read(path, content)
     turn, width, scale = orientation(encoded, image), image.width, 1
@@ -125,8 +123,7 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np
     """Return the bytes of an image file, `uint8` (size,), and its `PIL.Image`, with only the header decoded.
 
     `content` is the file's bytes if the caller has read them. Raises ProcessError, naming the file, if it is not an
-    image or has more pixels than the environment variable MAX_IMAGE_PIXELS allows. `read` also rejects a PNG with wrong
-    checksums, which would crash the process in torchvision 0.29.
+    image, if it is a PNG with wrong checksums, which crashes torchvision 0.29, or if it has more than MAX_IMAGE_PIXELS.
     """
     limit = os.environ.get("MAX_IMAGE_PIXELS", str(MAX_PIXELS))
     if not limit.isdecimal():

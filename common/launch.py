@@ -22,11 +22,10 @@ def local_world_size() -> int:
 def launch_environment() -> dict[str, str]:
     """Return the environment variables that `torch.distributed` needs and that no launcher has set.
 
-    torchrun and torch.distributed.launch set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT. In a parallel Slurm step, this function derives them from Slurm's variables. The first host of the step
-    is the master, and the port depends on the job and step numbers. MASTER_ADDR and MASTER_PORT override both. Plain
-    `python` gets a group of one process, on any free port. Raises UsageError if MASTER_ADDR is not set and `scontrol`
-    cannot list the hosts.
+    torchrun and torch.distributed.launch set them all. In a parallel Slurm step, this function derives them from
+    Slurm's variables: unless MASTER_ADDR and MASTER_PORT are set, the first host of the step is the master, and the
+    port depends on the job and step numbers. Plain `python` gets a group of one process, on any free port. Raises
+    UsageError if `scontrol` cannot name the first host.
     """
     env = os.environ
     if "RANK" in env:
@@ -44,8 +43,7 @@ def launch_environment() -> dict[str, str]:
 def cores_per_process() -> int:
     """Return how many cores of this host each process of the launch may use, at least 1.
 
-    Cores that several processes may use are divided among them. Cores that are bound to one process (by Slurm's
-    task/affinity, `torchrun --numa-binding` or numactl) are not divided.
+    Cores bound to one process (by Slurm's task/affinity, `torchrun --numa-binding` or numactl) are not divided.
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
         return max(1, (os.cpu_count() or 1) // local_world_size())
@@ -71,10 +69,9 @@ def is_slurm_task() -> bool:
 def is_task(env: Mapping[str, str], pid: int, has_terminal: bool) -> bool:
     """Return whether the process `pid` with the environment `env` is one of several tasks that Slurm's `srun` started.
 
-    A batch script has SLURM_PROCID but is not a step, and the interactive step of `salloc` has one task. The shell of
-    `srun -n4 --pty bash` has the variables of the first of four tasks, although the other three shells have ended. A
-    process that this shell starts has the shell's terminal and a different PID than the task. Without `--pty`, a task
-    has no terminal, even if a wrapper script starts `python`.
+    A batch script is not a step, and the interactive step of `salloc` has one task. The shell of `srun -n4 --pty bash`
+    has the variables of the first of four tasks, although the other three shells have ended. A process that this shell
+    starts has the shell's terminal and a different PID than the task. Without `--pty`, a task has no terminal.
     """
     return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (not has_terminal or env.get("SLURM_TASK_PID") == str(pid))
 
@@ -96,11 +93,8 @@ def slurm_local_world_size(env: Mapping[str, str]) -> int:
 
 
 def step_port(job: int, step: int) -> int:
-    """Return the default MASTER_PORT of a Slurm step.
-
-    1000 consecutive jobs get 20 ports each, all below Linux's ports for outgoing connections (ip_local_port_range).
-    """
-    return 12000 + job % 1000 * 20 + step % 20
+    """Return the default MASTER_PORT of a Slurm step: 1000 consecutive jobs get 20 ports each."""
+    return 12000 + job % 1000 * 20 + step % 20  # below Linux's ports for outgoing connections (ip_local_port_range)
 
 
 def _first_host(nodes: str) -> str:
@@ -112,11 +106,7 @@ def _first_host(nodes: str) -> str:
 
 
 def end_with_parent(name: str) -> None:
-    """On Linux, make the kernel send this process the signal `name` when its parent ends; elsewhere, do nothing.
-
-    "Parent" is the thread that started this process:
-    https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
-    """
+    """On Linux, make the kernel send this process the signal `name` when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.Signals[name])  # PR_SET_PDEATHSIG
 
@@ -134,8 +124,7 @@ def end_with_launcher() -> None:
 def tie_worker(worker_id: int) -> None:
     """Make a loader worker exit when the process that created its DataLoader ends; pass this as `worker_init_fn`.
 
-    torch's own watchdog cannot do this while the worker starts, which takes seconds under spawn. Under forkserver, the
-    watchdog watches the fork server, which lives as long as the worker.
+    torch's own watchdog does not run while the worker starts, and under forkserver it watches the fork server.
     """
     end_with_parent("SIGKILL")  # Windows has no signal.SIGKILL
     threading.Thread(target=_outlive_no_parent, daemon=True).start()

@@ -53,18 +53,14 @@ def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> lis
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block of a model separately, so that equal blocks compile only once.
 
-    By default, Dynamo splits a graph where DDP's buckets end, so that DDP sends their gradients earlier
-    (https://docs.pytorch.org/docs/stable/notes/ddp.html). Here, each block stays one graph, and DDP can send
-    gradients whenever a block's backward pass ends.
+    Each block stays one graph, and DDP can send gradients whenever a block's backward pass ends. So Dynamo need not
+    split a graph where DDP's buckets end (https://docs.pytorch.org/docs/stable/notes/ddp.html).
 
-    Dynamo counts the graphs of blocks that share code together and stops compiling them after 8. A ResNet needs more:
-    it has eight kinds of blocks, each compiled for training and for evaluation. Dynamo would also take a size in which
-    two blocks differ for a size that varies, and compile slower code for all sizes (pytorch issue 102670). So if blocks
-    of one class have weights of different shapes, every block is compiled once for each size of its inputs. Other
-    models, such as transformers, keep Dynamo's default: a second graph, for all sizes, if the size of the inputs
-    varies.
-
-    Before torch 2.14, raises UsageError for an embedding that is split by tensor parallelism.
+    Dynamo counts the graphs of blocks that share code together and stops compiling them after 8; a ResNet needs 16. It
+    would also take a size in which two blocks differ for a size that varies, and compile slower code for all sizes
+    (pytorch issue 102670). So if blocks of one class have weights of different shapes, every block is compiled once for
+    each size of its inputs. Other models, such as transformers, keep Dynamo's default: a second graph, for all sizes,
+    if the size of the inputs varies. Raises UsageError for an embedding that torch cannot compile.
     """
     from torch._dynamo import config
 

@@ -12,10 +12,10 @@ MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 
 
 class CNN(nn.Module):
-    """Three 5x5 convolutions (16, 32, 32 channels) with max-pooling, then linear layers of 128, 64 and `num_classes`.
+    """Three 5x5 convolutions with max-pooling, then three linear layers: images (N, C, H, W) to (N, num_classes).
 
-    ReLU gives the same values after max-pooling as before, with a quarter of the work. The model maps normalized
-    images (N, C, H, W) to logits (N, num_classes); cross_entropy applies the softmax.
+    ReLU gives the same values after max-pooling as before, with a quarter of the work. The outputs are logits:
+    cross_entropy applies the softmax.
     """
 
     def __init__(self, num_classes: int, image_shape: tuple[int, ...]) -> None:
@@ -42,9 +42,9 @@ class CNN(nn.Module):
 def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialized.
 
-    The ResNets are torchvision's (He et al. 2015, arXiv:1512.03385). For images of at most 64 pixels, the stem is a
-    3x3 convolution with stride 1 and no max-pool, as for CIFAR in the paper's section 4.2. With the stem for 224
-    pixels, the last stage would see a 32x32 image as a single pixel.
+    The ResNets are torchvision's. For images of at most 64 pixels, the stem is a 3x3 convolution with stride 1 and no
+    max-pool, as for CIFAR in He et al. 2015, arXiv:1512.03385, section 4.2. With the stem for 224 pixels, the last
+    stage would see a 32x32 image as a single pixel.
     """
     channels, height, _ = image_shape
     if name == "cnn":
@@ -88,10 +88,7 @@ def load_weights(model: nn.Module, path: str, content: dict | None = None) -> No
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with each BatchNorm replaced by SyncBatchNorm, which normalizes over all processes' samples.
-
-    Raises UsageError on a CPU.
-    """
+    """Return the model with SyncBatchNorm, which normalizes over all processes' samples, in place of each BatchNorm."""
     if device.type == "cpu":
         raise UsageError("--sync-bn: SyncBatchNorm needs a GPU, and this run is on the cpu")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -15,10 +15,7 @@ from .vit import ViT
 
 
 class Bf16(nn.Module):
-    """A stage that casts its weights and its input to bfloat16; the last stage casts its output back to float32.
-
-    FSDP2's MixedPrecisionPolicy does the same: the stored weights and their gradients stay in float32.
-    """
+    """A stage that computes in bfloat16; the stored weights and their gradients stay in float32, as under FSDP2."""
 
     def __init__(self, stage: nn.Sequential, last: bool) -> None:
         super().__init__()
@@ -33,9 +30,7 @@ class Bf16(nn.Module):
 def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]:
     """Cut a model into `count` stages with about the same number of parameters; the stages use the model's own layers.
 
-    With `bf16`, the stages compute and send in bfloat16. Raises UsageError if the model is not a chain of layers, if
-    fewer than `count` layers have parameters, or if the model has BatchNorm, which would normalize each micro-batch
-    separately.
+    With `bf16`, the stages compute and send in bfloat16. Raises UsageError if the model cannot be cut.
     """
     if not isinstance(model, (models.CNN, ViT, nn.Sequential)):
         raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
@@ -84,7 +79,6 @@ def create_group(device: torch.device) -> Any:
 def peer_backend(backend: str, available: Collection[str]) -> str | None:
     """Return a backend that suits messages between stages better than the default group's `backend`, or None.
 
-    With nccl, messages to all peers share one queue; nccl-lazy has a communicator and a stream for each peer. So torch
-    2.15 warns about nccl in pipelines (_warn_if_eager_nccl in torch/distributed/pipelining).
+    With nccl, messages to all peers share one queue (torch 2.15 warns); nccl-lazy has a communicator for each peer.
     """
     return "nccl-lazy" if backend in ("nccl", "nccl2") and "nccl-lazy" in available else None

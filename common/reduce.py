@@ -59,9 +59,8 @@ def exact_share(batch_size: int, world_size: int) -> int:
 def choose_backend(name: str | None, device: str | torch.device) -> str:
     """Return the communication backend: `name`, or by default the device's own (nccl on CUDA, gloo on a CPU).
 
-    If torch lacks that backend, or if two processes share a device, the default is gloo, and the main process says so.
-    NCCL rejects a second rank on a GPU ("Duplicate GPU detected" in src/init.cc of github.com/NVIDIA/nccl). Raises
-    UsageError if this build of torch lacks the backend `name`, or if this backend does not work on the device.
+    If torch lacks that backend, or if two processes share a device, which NCCL rejects, the default is gloo, and the
+    main process says so. Raises UsageError if the backend `name` is not in this build or does not work on the device.
     """
     device = torch.device(device)
     default = dist.get_default_backend_for_device(device)
@@ -76,8 +75,7 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
                  takes: Mapping[str, Collection[str]], shared: Callable[[], bool]) -> str:
     """Return the backend for --backend `name` on a `device_type` whose own backend is `default`; see choose_backend.
 
-    `is_available(name)` returns whether torch has a backend, and `takes[name]` lists the device types that it accepts.
-    `shared()`, called only if gloo could help, returns whether two processes share a device.
+    `takes[name]` lists the device types that a backend accepts; `shared()` tells if two processes share a device.
     """
     if name is None:
         helps = default != "gloo" and device_type in takes["gloo"]
@@ -92,8 +90,8 @@ def pick_backend(name: str | None, device_type: str, default: str, is_available:
 def devices_are_shared(identity: str, timeout: timedelta = timedelta(minutes=5)) -> bool:
     """Return whether two processes of the launch pass the same device `identity`; every process must call it.
 
-    The check runs before the group exists. On several hosts, the function returns False without a check, because each
-    host's torchrun agent counts restarts separately. If processes share a device there, pass --backend gloo.
+    It runs before the group exists. On several hosts, it returns False without a check, because each host's torchrun
+    agent counts restarts separately: if processes share a device there, pass --backend gloo.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1 or world_size > launch.local_world_size():

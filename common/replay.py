@@ -1,8 +1,7 @@
-"""Initial weights without a full model in memory: every process draws all weights, one tensor at a time.
+"""Initial weights without a full model in memory: record how a model draws them, and replay it tensor by tensor.
 
-A model is created on the meta device, where tensors have no data. A recorder notes each operator that would fill or
-change a tensor. Replayed on the CPU from the same random state, the operators give the weights that a script for one
-device draws.
+A model is created on the meta device, where tensors have no data, and each operator that would fill or change a tensor
+is recorded. Replayed on the CPU from the same random state, the operators give the weights that one device draws.
 """
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 def fsdp_mesh(replicas: int, device: torch.device) -> dict[str, Any]:
     """Return the shape and dimension names of FSDP2's mesh for init_device_mesh().
 
-    For one replica, the mesh has one dimension. With two dimensions, each FSDP2 unit would also all-reduce its
-    gradients in groups of one rank, where NCCL's average may be wrong, as torch warns (_get_gradient_divide_factors in
-    _fsdp_collectives.py). Raises UsageError if `replicas` does not divide the number of processes.
+    For one replica, the mesh has one dimension: with two, each FSDP2 unit would also all-reduce its gradients in groups
+    of one rank, where NCCL's average may be wrong, as torch warns (_get_gradient_divide_factors).
     """
     reject_gloo(dist.get_backend(), device.type)
     shape = divide("--replicas", replicas)
@@ -37,10 +36,7 @@ def fsdp_mesh(replicas: int, device: torch.device) -> dict[str, Any]:
 
 
 def divide(option: str, parts: int) -> tuple[int, int]:
-    """Return the mesh shape (parts, processes / parts).
-
-    Raises UsageError, naming `option`, if `parts` does not divide the number of processes.
-    """
+    """Return the mesh shape (parts, processes / parts); raise UsageError, naming `option`, if that is uneven."""
     world_size = get_world_size()
     if world_size % parts:
         raise UsageError(f"{option} {parts}: does not divide the {world_size} processes")
@@ -50,9 +46,8 @@ def divide(option: str, parts: int) -> tuple[int, int]:
 def reject_gloo(backend: str, device_type: str) -> None:
     """Raise UsageError if the `backend` is gloo and the device is not a CPU.
 
-    To send, gloo would read a GPU's memory as if it were host memory (ProcessGroupGloo.cpp: send and recv pass the
-    tensor's own address). Also, gloo has no all-gather into one tensor on CUDA
-    (github.com/pytorch/pytorch/issues/152645).
+    To send, gloo would read a GPU's memory as if it were host memory. Also, it has no all-gather into one tensor on
+    CUDA (github.com/pytorch/pytorch/issues/152645).
     """
     if backend == "gloo" and device_type != "cpu":
         raise UsageError(f"gloo cannot split a model over {device_type} devices: start at most one process per device, "
@@ -98,8 +93,7 @@ def channels_last(model: nn.Module, inputs: tuple) -> tuple:
 def sum_gradients(model: nn.Module) -> nn.Module:
     """Make each FSDP2 unit in `model` sum its gradients over the processes and then divide them; return `model`.
 
-    Otherwise, the backend computes the average, and some backends get it wrong
-    (github.com/intel/torch-xpu-ops/issues/3020).
+    Otherwise, the backend averages, and some get it wrong (github.com/intel/torch-xpu-ops/issues/3020).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -136,9 +130,8 @@ def is_sharded(value: Any) -> "TypeGuard[DTensor]":
 def gather(content: dict[str, Any]) -> dict[str, Any]:
     """Return `content`, a nested dict, with full tensors on the CPU on rank 0, and an empty dict on other ranks.
 
-    If any tensor is sharded or on the meta device, all processes must call this. Tensors are gathered one at a time: a
-    device needs memory for one full tensor, and rank 0's host needs memory for all of them. Without such tensors, the
-    result is `content` itself.
+    If any tensor is sharded or on the meta device, all processes must call this; otherwise, the result is `content`
+    itself. Tensors are gathered one at a time: a device needs memory for one full tensor, rank 0's host for all.
     """
     mine = dict(flatten(content))
     if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):

@@ -31,10 +31,7 @@ def _note(numbers: set[signal.Signals]) -> None:
 
 
 def shield_worker(worker_id: int) -> None:
-    """Do what `tie_worker` does, and accept SIGTERM only from the training process.
-
-    Slurm can signal every process of a job. If a worker exited then, the epoch would fail before the run could save.
-    """
+    """Do what `tie_worker` does, and accept SIGTERM only from the training process: Slurm can signal every process."""
     tie_worker(worker_id)
     if sys.platform == "linux":
         parent = multiprocessing.parent_process().pid  # type: ignore[union-attr]

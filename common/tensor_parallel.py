@@ -1,18 +1,16 @@
 """Tensor parallelism: its mesh, and a check of which layers can be split; for `train_TP.py`."""
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from . import shards
 from .errors import UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 SPLIT = "only linear layers and embeddings can be split, not convolutions: train_FSDP.py shards all layers"
 
@@ -32,7 +30,7 @@ def tp_mesh(size: int | None, device: torch.device) -> dict[str, Any]:
     return {"mesh_shape": (groups, size), "mesh_dim_names": ("data", "tensor")}
 
 
-def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> dict[str, Any]:
+def check_plan(model: nn.Module, plan: dict[str, Any], grid: DeviceMesh) -> dict[str, Any]:
     """Return the entries of `plan` that match layers of `model`; the mesh `grid` splits them along "tensor".
 
     Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly.
@@ -59,7 +57,7 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: "DeviceMesh") -> di
 
 
 @torch.no_grad()
-def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh") -> None:
+def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
     """In each tensor group, copy the unsplit weights and optimizer state from the first process to the others.
 
     All processes compute the same values, but a device may sum in a different order each time. `mesh` is

@@ -26,7 +26,6 @@ class WarmUp:
 
     See Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. Only the step itself sees the reduced rate:
     the scheduler and checkpoints see the full one. `factor` is the fraction of the full rate that the last update used.
-    A resumed run restores the `state_dict()`.
     """
 
     def __init__(self, optimizer: Optimizer, updates: int) -> None:

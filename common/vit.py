@@ -7,10 +7,9 @@ SIZES = {"vit": (64, 4, 4), "vit_base": (768, 12, 12)}  # width, blocks, heads
 
 
 class Attention(nn.Module):
-    """Self-attention over tokens (N, T, width), with three linear layers for the queries, keys and values.
+    """Self-attention over tokens (N, T, width), with three linear layers: no plan could split one between heads.
 
-    torchvision's attention packs the three into one weight, which no plan of parallelize_module can split between
-    heads. The number of heads in `view` is -1: under tensor parallelism, a process computes only some of them.
+    The number of heads in `view` is -1: under tensor parallelism, a process computes only some of them.
     """
 
     def __init__(self, width: int, heads: int) -> None:

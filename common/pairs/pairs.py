@@ -7,7 +7,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir:
     mismatched pairs.
     """
     if data_source is None:
-        make_samples(SAMPLES)
+        create_once(SAMPLES, make_samples)
         data_source = SAMPLES
     folder = Path(data_source, split)
     inputs, targets = (_by_name(folder / name, data_source) for name in (img_dir, gt_dir))
@@ -75,9 +75,8 @@ class Cut(NamedTuple):
 class Cuts:
     """Chooses how to resize, crop and flip each pair, with the same values for both images.
 
-    With `train`, the crop and the flips depend only on `(seed, epoch, index)`, not on the process. Without `train`, it
-    crops the center. The shorter side becomes `resize` pixels (0: unchanged). The longer side is scaled in proportion
-    and rounded down.
+    With `train`, the crop and the flips depend only on `(seed, epoch, index)`; without, it crops the center. The
+    shorter side becomes `resize` pixels (0: unchanged), and the longer one is scaled in proportion and rounded down.
     """
 
     def __init__(self, resize: int, crop: int, seed: int, train: bool) -> None:
@@ -121,9 +120,8 @@ class Rest:
 class Ring:
     """Shared memory that `workers` loader workers reuse for all batches, each `uint8` of shape (2, N, 3, crop, crop).
 
-    Allocating memory for each batch would add about a fifth to the decoding time. A worker fills its slots in turn, and
-    is at most two batches (DataLoader's `prefetch_factor`) ahead of the batch that the main process received last. So
-    with three slots, a worker never overwrites that batch.
+    Allocating memory for each batch would add about a fifth to the decoding time. A worker fills its slots in turn and
+    is at most two batches (`prefetch_factor`) ahead, so with three slots, it never overwrites a batch in use.
     """
 
     SLOTS = 3  # per worker
@@ -175,33 +173,38 @@ def save_preview(path: str | Path, inputs: torch.Tensor, targets: torch.Tensor) 
         raise UsageError(f"--preview {path}: cannot be written ({reason(error)})") from None
 
 
-def make_samples(folder: str | Path) -> None:
-    """Create a small set of pairs in `folder` unless it exists: synthetic scenes, sharp and with motion blur.
+def create_once(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Create `folder` with `fill(draft)`, unless it exists: one process creates it while the others wait.
 
-    The set has 29 training pairs and 7 test pairs: landscape, portrait and square, 320 to 480 pixels wide. One process
-    creates the set while the others wait; `folder` appears when it is complete.
+    `folder` appears when it is complete.
     """
-    folder = Path(folder)
+    draft = folder.with_name(f".{folder.name}.draft")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if folder.is_dir():
-                return
-            draft = folder.with_name(f".{folder.name}.draft")
-            shutil.rmtree(draft, ignore_errors=True)
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)  # on images this small, threads cost more than they save
-            for number in range(36):
-                generator = torch.Generator().manual_seed(number)
-                sharp = scene(*[(320, 480), (480, 320), (360, 360)][number % 3], generator)
-                for side, image in (("gt", sharp), ("img", motion_blur(sharp, generator))):
-                    path = draft / ("train" if number < 29 else "test") / side / "abc"[number % 3] / f"{number:02}.jpg"
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    to_pil_image((image * 255).round().to(torch.uint8)).save(path, quality=92)
-            torch.set_num_threads(threads)
-            os.replace(draft, folder)
+            if not folder.is_dir():
+                shutil.rmtree(draft, ignore_errors=True)
+                fill(draft)
+                os.replace(draft, folder)
     except OSError as error:
         raise UsageError(f"no --data-source, and cannot create samples in {folder}: {reason(error)}") from None
+
+
+def make_samples(folder: Path) -> None:
+    """Write synthetic scenes to `folder`, sharp and with motion blur: 29 pairs to train and 7 to test.
+
+    They are landscape, portrait and square, 320 to 480 pixels wide.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on images this small, threads cost more than they save
+    for number in range(36):
+        generator = torch.Generator().manual_seed(number)
+        sharp = scene(*[(320, 480), (480, 320), (360, 360)][number % 3], generator)
+        for side, image in (("gt", sharp), ("img", motion_blur(sharp, generator))):
+            path = folder / ("train" if number < 29 else "test") / side / "abc"[number % 3] / f"{number:02}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            to_pil_image((image * 255).round().to(torch.uint8)).save(path, quality=92)
+    torch.set_num_threads(threads)
 
 
 def scene(height: int, width: int, generator: torch.Generator) -> torch.Tensor:

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import random
-import shutil
 import tarfile
 import time
 import urllib.request
@@ -18,8 +17,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-from filelock import FileLock
 
 from .. import cli
 from ..errors import ProcessError, RunError, UsageError, reason
@@ -51,7 +48,7 @@ class Shards:
         _library()
         self.names, self.buffer, self.shards = names, buffer, list[Shard]()
         if data_source is None:
-            _make_samples(SAMPLES)
+            pairs.create_once(SAMPLES, _make_samples)
             data_source = str(SAMPLES)
         index = f"{data_source}/{split}.json"
         try:
@@ -205,18 +202,8 @@ class _Download(io.RawIOBase):
 
 
 def _make_samples(folder: Path) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if folder.is_dir():
-                return
-            draft = folder.with_name(f".{folder.name}.draft")
-            shutil.rmtree(draft, ignore_errors=True)
-            for split in ("train", "test"):
-                write_shards(pairs.find_pairs(None, split, "img", "gt"), draft, split, 5)
-            os.replace(draft, folder)
-    except OSError as error:
-        raise UsageError(f"no --data-source, and cannot create samples in {folder}: {reason(error)}") from None
+    for split in ("train", "test"):
+        write_shards(pairs.find_pairs(None, split, "img", "gt"), folder, split, 5)
 
 
 def main() -> None:
