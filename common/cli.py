@@ -2,6 +2,7 @@
 import argparse
 import atexit
 import contextlib
+import gc
 import logging
 import math
 import multiprocessing
@@ -114,8 +115,7 @@ def report_errors() -> Iterator[None]:
     Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
 
     After a failure, the process exits at once, without destroying the process group, which would wait for processes
-    that may wait for this one. So does a process that was in a group when its script is done: torch's caches keep
-    groups alive, and Python aborts at exit if one of gloo's threads still has a tensor (docs/pitfalls, E15).
+    that may wait for this one. So does a process with a device mesh when its script is done.
     """
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
@@ -129,9 +129,9 @@ def report_errors() -> Iterator[None]:
     atexit.register(lambda: _exit_at_once(codes[0]) if codes else None)
     try:
         yield
-        codes += [0] if "RANK" in os.environ else []
+        codes += [0] if _has_mesh() else []
     except SystemExit as end:  # --help, or the exit code of a script with snapshots
-        codes += [int(end.code or 0)] if "RANK" in os.environ else []
+        codes += [int(end.code or 0)] if _has_mesh() else []
         raise
     except BaseException as error:
         codes.append(1)
@@ -142,6 +142,15 @@ def report_errors() -> Iterator[None]:
         if line:
             print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr)
         sys.exit(codes[0])
+
+
+def _has_mesh() -> bool:
+    """Return whether a device mesh exists.
+
+    torch's caches keep meshes and their groups alive, so gloo's threads outlive destroy_process_group(). If such a
+    thread still had a tensor, Python would abort at exit (docs/pitfalls, E15).
+    """
+    return any(type(value) is dist.DeviceMesh for value in gc.get_objects())
 
 
 def _last_words(error: BaseException) -> tuple[str | None, int] | None:
