@@ -185,6 +185,12 @@ def table(rows, found):
     return text + f"\n\nNot as expected: {', '.join(misses) or 'none'}."
 
 
+def save(machine, rows):
+    """Write the results, a line for each row, so that a diff shows which answers have changed."""
+    lines = ",\n".join(json.dumps({key: row[key] for key in row if key != "message"}) for row in rows)
+    RESULT.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{lines}\n]}}\n')
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs or bugs (default: all, and the table)")
@@ -216,7 +222,7 @@ def main():
             print(f"      {row['message']}", flush=True)
     if not args.names:
         print(table(rows, found))
-        tables.save(RESULT, {"machine": measure.machine(torch.device("cpu"), "verify"), "rows": rows})
+        save(measure.machine(torch.device("cpu"), "verify"), rows)
         tables.fill(PAGE, ["\n" + table(rows, found) + "\n\n"])
     return 0
 

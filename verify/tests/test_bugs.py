@@ -36,6 +36,10 @@ def test_only_the_expected_answer_is_right():
         assert bugs.right({"bug": name, "verdict": verdict, "cause": cause}, program) == expected
 
 
+def test_the_page_has_the_committed_results():
+    assert bugs.table(ROWS, FOUND) in bugs.PAGE.read_text()
+
+
 def test_each_bug_changes_its_program():
     for program in FOUND.values():
         text = program.path.read_text()
