@@ -7,18 +7,21 @@ Both train on the bytes of Python's standard library, in float32, with equally m
 batches of 12 windows as in nanoGPT's README for a CPU, and steps. nanoGPT trains once with the
 rates of its config/train_shakespeare_char.py and once with those of language/train.py. In each round, each of them
 trains for one epoch of language/train.py while the others are paused. At the end, the benchmark computes the loss of
-each model on language/train.py's validation windows.
+each model on language/train.py's validation windows, and counts the operators that one block of each model needs.
 """
 import json
 import pickle
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from benchmarks import measure
@@ -53,15 +56,60 @@ def loss_of(forward: Callable[[Tensor], Tensor], windows: text.Windows) -> float
                         (windows[index] for index in range(len(windows)))]).mean().item()
 
 
-def load_nanogpt(checkout: Path, file: Path) -> torch.nn.Module:
+class Operators(TorchDispatchMode):
+    """Counts the operators that compute or copy; `products` and `casts` are among `all`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if not function.is_view and name not in ("_unsafe_view", "detach"):
+            self.counts.update(["all"] + ["products"] * (name == "mm") + ["casts"] * (name == "_to_copy"))
+        return function(*args, **kwargs or {})
+
+
+def count_operators(build: Callable[[int], torch.nn.Module], loss: Callable[[torch.nn.Module], Tensor]
+                    ) -> dict[str, dict[str, int]]:
+    """Return the numbers of operators of one block on a CPU: {"float32, forward": {"all": 29, ...}, ...}.
+
+    These are the numbers by which `build(2)`, a model with two blocks, needs more than `build(1)`.
+    """
+    counts: list[dict[str, Counter[str]]] = []
+    for model in (build(1), build(2)):
+        counts.append({})
+        for name, lower in (("float32", False), ("bfloat16 by autocast", True)):
+            with Operators() as forward, torch.autocast("cpu", torch.bfloat16, enabled=lower):
+                result = loss(model)
+            with Operators() as backward:
+                result.backward()
+            counts[-1] |= {f"{name}, forward": forward.counts, f"{name}, backward": backward.counts}
+    one, two = counts
+    return {name: {kind: two[name][kind] - one[name][kind] for kind in ("all", "products", "casts")} for name in one}
+
+
+def load_nanogpt(file: Path) -> torch.nn.Module:
     """Return the model that nanoGPT's train.py saved in `file`."""
-    sys.path.insert(0, str(checkout))
     from model import GPT, GPTConfig
 
     content = load_file("nanoGPT's", file)
     model = GPT(GPTConfig(**content["model_args"]))
     model.load_state_dict(content["model"])
     return model.eval()
+
+
+def compare_operators(batch_size: int, length: int) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the numbers of operators of a block of language/train.py and of nanoGPT."""
+    from model import GPT, GPTConfig
+
+    tokens = torch.randint(text.BYTES, (batch_size, length))
+    config = {"block_size": length, "vocab_size": text.BYTES, "n_head": SIZE.heads, "n_embd": SIZE.width,
+              "dropout": 0.0, "bias": False}
+    return {"language/train.py": count_operators(lambda layers: gpt.GPT(SIZE._replace(layers=layers), text.BYTES),
+                                           lambda model: gpt.loss(model(tokens), tokens)),
+            "nanoGPT": count_operators(lambda layers: GPT(GPTConfig(n_layer=layers, **config)),
+                                       lambda model: model(tokens, tokens)[1])}
 
 
 def main() -> None:
@@ -76,6 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.checkout / "configurator.py").exists():
         raise UsageError(f"{args.checkout}: not a clone of nanoGPT")
+    sys.path.insert(0, str(args.checkout))  # for nanoGPT's model.py
     folder, steps = ROOT / "runs/language", args.windows // args.batch_size
     sets = text.create_datasets("stdlib", "", args.length, args.windows, 0)
     (folder / "tokens").mkdir(parents=True, exist_ok=True)
@@ -113,14 +162,15 @@ def main() -> None:
             contender.end()
     models = {"language/train.py": gpt.GPT(SIZE, text.BYTES)}
     models["language/train.py"].load_state_dict(load_file("language/train.py's", folder / "ours/last.pt")["model"])
-    models |= {name: load_nanogpt(args.checkout, file) for name, file in files.items()}
+    models |= {name: load_nanogpt(file) for name, file in files.items()}
     losses = {name: loss_of(model if name == "language/train.py" else lambda x, model=model: model(x, x)[0], sets[1])
               for name, model in models.items()}
     speeds = {name: contender.speeds for name, contender in contenders.items()}
     found = {"machine": where, "arguments": {
         **{name: str(value) if name == "checkout" else value for name, value in vars(args).items()},
         "dataset": "stdlib", "model": "0.8 million parameters"}, "threads": args.threads or torch.get_num_threads(),
-        "losses": contenders["language/train.py"].losses, "table": {name: {
+        "losses": contenders["language/train.py"].losses,
+        "operators": compare_operators(args.batch_size, args.length), "table": {name: {
             "parameters": sum(parameter.numel() for parameter in model.parameters()), "val_loss": losses[name],
             "tokens_per_second": spread(speeds[name]), "turns": speeds[name],
             "relative": ratio(speeds["language/train.py"], speeds[name])} for name, model in models.items()}}

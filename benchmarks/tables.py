@@ -160,11 +160,15 @@ def language_table(content: dict) -> str:
         reached = [number for number, loss in enumerate(content["losses"], 1) if loss <= row["val_loss"]]
         rows.append([name, f"{row['parameters']:,}", around(row["tokens_per_second"], ",.0f"), around(row["relative"]),
                      f"{row['val_loss']:.4f}", f"{reached[0]} of {args['epochs']}" if reached else "-"])
+    operators = [[name, *("{all} ({products}, {casts})".format(**counts) for counts in each.values())]
+                 for name, each in content.get("operators", {}).items()]
+    needed = ("\n\nOperators of one block on a CPU (among them, matrix products and casts):\n\n"
+              + table(["model", *content["operators"]["nanoGPT"]], operators)) if operators else ""
     return ("Language (`python -m benchmarks.language`): "
             + caption(content, count(args["epochs"] - 1, "round"), f"{args['length']} tokens per window",
                       f"{args['epochs'] * (args['windows'] // args['batch_size']):,} steps")
             + table(["program", "parameters", "tokens/s", "speed of language/train.py relative to this",
-                     "validation loss", "epochs until language/train.py reaches this loss"], rows))
+                     "validation loss", "epochs until language/train.py reaches this loss"], rows) + needed)
 
 
 def ratio_table(contents: list[dict]) -> str:

@@ -199,7 +199,8 @@ class GPT(nn.Module):
         angles = positions[:, None] * speeds
         dtype = product_type(self.model.embed_tokens.weight.dtype, tokens.device)
         mask = None if self.end is None else same_document(tokens, self.end, positions)
-        rotations = torch.stack([angles.cos(), angles.cos(), -angles.sin(), angles.sin()], 1).view(-1, 2, width)
+        cos, sin = angles.cos(), angles.sin()
+        rotations = torch.stack([cos, cos, -sin, sin], 1).view(-1, 2, width)
         return rotations.transpose(0, 1).to(dtype), mask, self.attend
 
 

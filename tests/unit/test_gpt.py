@@ -57,7 +57,9 @@ def test_logits_and_gradients_are_those_of_the_formulas(tied):
     model, tokens = gpt.GPT(size, 64).double(), torch.randint(64, (2, 7))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    logits, expected = model(tokens), formula(dict(model.named_parameters()), tokens, size)
+    with torch.autocast("cpu", torch.bfloat16):  # lowers only float32
+        logits = model(tokens)
+    expected = formula(dict(model.named_parameters()), tokens, size)
     torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-12)
     found, wanted = (torch.autograd.grad(result.square().sum(), [*model.parameters()]) for result in (logits, expected))
     for one, other in zip(found, wanted):
@@ -160,3 +162,42 @@ def test_a_layer_that_a_reader_changes_is_called(change, name):
     before, attention = gradient(), model.model.layers[0].self_attn
     setattr(attention, name, change(getattr(attention, name)))
     assert (gradient() - before).abs().max() > 1e-2
+
+
+def test_weights_are_drawn_as_in_gpt2():
+    torch.manual_seed(0)
+    for name, parameter in gpt.GPT(gpt.Size(128, 8, 4, 2, 384), 1000).named_parameters():
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        if parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+        else:
+            assert parameter.std().item() == pytest.approx(0.02 / 4 if adds else 0.02, rel=0.03), name
+
+
+def test_the_vocabulary_is_a_multiple_of_64():
+    with torch.device("meta"):
+        assert [len(gpt.GPT(SIZE, rows).model.embed_tokens.weight) for rows in (256, 257, 50257)] == [256, 320, 50304]
+        assert len(gpt.GPT(SIZE._replace(vocabulary=61), 256).model.embed_tokens.weight) == 61
+
+
+def test_metrics_of_windows():
+    labels = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    even = torch.zeros(2, 4, 32)
+    torch.testing.assert_close(gpt.bits(even, labels), torch.tensor([5.0, 5.0]))
+    torch.testing.assert_close(gpt.loss(even, labels), torch.tensor(math.log(32)))
+    right = F.one_hot(labels, 32).float()
+    right[1, 1:] = right[1, 0]
+    torch.testing.assert_close(gpt.hits(right, labels), torch.tensor([1.0, 0.25]))
+
+
+def test_a_text_is_drawn_from_what_the_model_says_next():
+    torch.manual_seed(0)
+    model, generator = gpt.GPT(SIZE, 256), torch.Generator().manual_seed(3)
+    nn.init.normal_(model.model.embed_tokens.weight, std=0.3)
+    tokens = torch.tensor([list(b"def ")])
+    for _ in range(40):
+        scores = model(tokens[:, -16:])[:, -1].float() / 0.8
+        tokens = torch.cat([tokens, torch.multinomial(scores.softmax(1), 1, generator=generator)], 1)
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    said = gpt.write(model, "def ", 40, 16, seed=3)
+    assert len(said) == len(text) and all(one == other for one, other in zip(said, text) if other.isprintable())

@@ -86,5 +86,16 @@ def test_every_block_is_in_one_stage(grid):
         stages.cut(model, 2, 1)
 
 
+def test_a_sequence_has_two_processes_by_default(grid):
+    cube = init_device_mesh("cpu", **stages.grid(1, 1, torch.device("cpu")))
+    assert context.divide(cube, None, 8) == {"mesh_shape": (1, 1, 2, 1),
+                                             "mesh_dim_names": ("pipeline", "data", "context", "tensor")}
+
+
+def test_only_the_last_stage_has_a_copy_of_the_embedding(grid):
+    """This is rank 0, the first stage: its weight is the original, which counts in the norm of the gradients."""
+    assert stages.tied(gpt.GPT(gpt.SIZES["gpt_tiny"], 256), dist.group.WORLD) == []
+
+
 def test_two_processes_have_the_peak_of_two_devices(grid):
     assert gpt.find_peak("NVIDIA A100-SXM4-80GB") == 2 * 312e12
