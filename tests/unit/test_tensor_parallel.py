@@ -87,7 +87,7 @@ def test_every_block_is_in_one_stage(grid):
 
 
 def test_a_sequence_has_two_processes_by_default(grid):
-    cube = init_device_mesh("cpu", **stages.grid(1, 1, torch.device("cpu")))
+    cube = init_device_mesh("cpu", **stages.pp_mesh(1, 1, torch.device("cpu")))
     assert context.divide(cube, None, 8) == {"mesh_shape": (1, 1, 2, 1),
                                              "mesh_dim_names": ("pipeline", "data", "context", "tensor")}
 
