@@ -73,8 +73,8 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
                    content: bytes | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return an image that the caller will resize, and its full (height, width); see `decode` for the rest.
 
-    `resize` is the length in pixels that the shorter side will have (0: unchanged). A JPEG is decoded at 1/2, 1/4 or 1/8
-    of its size: at the smallest scale where both sides are whole and the shorter one has at least 2 * `resize`, if any.
+    `resize` is the pixels that the shorter side will have (0: unchanged). A JPEG is decoded at 1/2, 1/4 or 1/8 of its
+    size, at the smallest scale, if any, at which both sides are whole and the shorter has at least 2 * `resize`.
     """
     encoded, image = read(path, content)
     turn, width, scale = orientation(encoded, image), image.width, 1
