@@ -1,4 +1,4 @@
-"""The parts of common/recipe.py, tested in this process."""
+"""Metrics, schedule, updates, compilation and the options of train_combined.py, tested in this process."""
 import pytest
 import torch
 import torch.distributed as dist
