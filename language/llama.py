@@ -108,7 +108,7 @@ def _read(path: str) -> dict[str, Tensor]:
 
 def main() -> None:
     parser = cli.ArgumentParser(__doc__)
-    parser.add_argument("checkpoint", help="a file that a train_lm script wrote")
+    parser.add_argument("checkpoint", help="a file that a script of this folder wrote")
     parser.add_argument("folder", help="where to write the two files")
     parser.add_argument("--model", type=size, default="gpt_tiny", help="as in training")
     args = parser.parse_args()
