@@ -264,7 +264,7 @@ def schedule(name: str, epochs: int, lrf: float, warmup_epochs: int) -> Callable
 def main() -> None:
     """Write a model in the authors' format: python -m detection.yolov3 CHECKPOINT.pt FILE.weights"""
     parser = cli.ArgumentParser(main.__doc__ or "")
-    parser.add_argument("checkpoint", help="checkpoint of train_yolov3*.py with --model tiny-bn or yolov3")
+    parser.add_argument("checkpoint", help="checkpoint of a script of this folder with --model tiny-bn or yolov3")
     parser.add_argument("file", help="the file to write")
     args = parser.parse_args()
     tensors = load_file("CHECKPOINT", args.checkpoint).get("model", {})
