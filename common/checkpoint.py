@@ -229,12 +229,12 @@ def _restore(path: str | Path, checkpoint: dict[str, Any], state: dict[str, Any]
         try:
             part.load_state_dict(take(part, checkpoint[name]))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(f"--resume {path}: its {name} does not fit; check --model, --dataset, --freeze-layers "
-                             "and, for a detector, --optimizer") from None
+            raise UsageError(f"--resume {path}: its {name} does not fit; check the options of the model, the data and "
+                             "the optimizer, such as --model, --dataset and --freeze-layers") from None
     step = checkpoint.get("step", 0)
     if step and progress is None:
-        raise UsageError(f"--resume {path}: a snapshot within an epoch; resume it with train_elastic.py, or load its"
-                         " weights with --weights")
+        raise UsageError(f"--resume {path}: a snapshot within an epoch; resume it with the script that wrote it, or"
+                         " load its weights with --weights")
     if progress is not None:
         progress.update((name, checkpoint[name]) for name in progress.keys() & checkpoint.keys())
     changes = _keep_settings(state, settings)

@@ -1,4 +1,4 @@
-"""Options of both `train_combined.py`: label smoothing, smaller gradients, a trace."""
+"""Options of both `train_combined.py`: smaller gradients, a trace and, for classifiers, label smoothing."""
 import atexit
 import copy
 from pathlib import Path

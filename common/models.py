@@ -135,7 +135,7 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the trainable parameters in two groups for an optimizer: biases and BatchNorm get no weight decay.
+    """Return the trainable parameters in two groups for an optimizer: biases and norms get no weight decay.
 
     For BatchNorm, see Goyal et al. 2017, arXiv:1706.02677, section 5.1; for biases, He et al. 2018, arXiv:1812.01187.
     """

@@ -1,4 +1,4 @@
-"""How a pipeline divides its work, and the process group in which its stages communicate; for `train_PP.py`."""
+"""How a pipeline divides its work, and the process group in which its stages communicate."""
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""The default recipe of the classifiers: their metrics and the schedule of the learning rate."""
+"""The default recipe: the metrics of classifiers, sums of any metrics, and the schedule of the learning rate."""
 import math
 from collections.abc import Callable, Mapping
 

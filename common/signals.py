@@ -1,4 +1,4 @@
-"""Signals that stop a run at the next step instead of ending its process; for `train_elastic.py`."""
+"""Signals that stop a run at the next step instead of ending its process; for scripts with snapshots."""
 import multiprocessing
 import os
 import signal

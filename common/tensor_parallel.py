@@ -1,4 +1,4 @@
-"""Tensor parallelism: its mesh, and a check of which layers can be split; for `train_TP.py`."""
+"""Tensor parallelism: its mesh, and a check of which layers can be split."""
 from fnmatch import fnmatch
 from typing import Any
 

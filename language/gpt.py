@@ -289,7 +289,7 @@ def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperatu
     if len(weight) != 256:
         return "no sample: the tokens are not bytes"
     if "forward" in vars(model):  # a pipeline's forward() accepts only whole batches
-        return "no sample: write one with language/train.py --evaluate"
+        return "no sample: write one with python -m language.train --evaluate"
     model.eval()
     divided = model.positions, model.attend
     model.positions, model.attend = None, attend

@@ -1,4 +1,4 @@
-"""How a pipeline divides a GPT into stages; for `language/train_4D.py`."""
+"""How a pipeline divides a GPT into stages; for `train_4D.py`."""
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 

@@ -128,7 +128,7 @@ def _documents(path: Path) -> list[bytes]:
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
     """Join documents, each followed by a zero byte; return the texts for training (95 %) and validation (5 %)."""
     if not documents:
-        raise UsageError("the folder has no files that end in .txt or .py")
+        raise UsageError("--data-path: the folder has no files that end in .txt")
     if len(documents) == 1:
         cut = len(documents[0]) * 95 // 100
         documents = [documents[0][:cut], documents[0][cut:]]

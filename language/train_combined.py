@@ -3,7 +3,8 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # in torch 2.15 and older, restarts fail without this
     torchrun --nproc-per-node=gpu --max-restarts=3 -m language.train_combined --resume auto
     torchrun --nproc-per-node=gpu -m language.train_combined --dataset tokens --data-path FOLDER \
-        --model gpt_124m --length 1024 --batch-size 480 --lr 6e-4 --warmup-steps 700 --clip-norm 1 --compile
+        --model gpt_124m --length 1024 --batch-size 480 --windows 96000 --epochs 100 --lr 6e-4 \
+        --warmup-steps 700 --clip-norm 1 --compile
     torchrun --nproc-per-node=2 -m language.train_combined --accum-steps 1 --precision fp32  # as train_DDP
 
 Parents: train_DDP.py, ../train_combined.py
@@ -68,7 +69,7 @@ def parse_args():
     parser.add_argument("--workers", type=cli.count, help="loader processes (default: set automatically)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu, mps (default: an accelerator, else cpu)")
     parser.add_argument("--deterministic", action="store_true", help="make runs bit-identical; slower")
-    parser.add_argument("--seed", type=cli.count, default=0, help="for weights, order and augmentation")
+    parser.add_argument("--seed", type=cli.count, default=0, help="for weights, windows and their order")
     parser.add_argument("--output-dir", default="runs", help="folder for checkpoints and TensorBoard")
     parser.add_argument("--resume", metavar="PATH", help="a checkpoint, or auto: last.pt in --output-dir")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the loaded weights")
@@ -127,7 +128,7 @@ def evaluate(model, loader, device):
 
     loss, *totals, count = sums.tolist()
     metrics = {name: total / count for name, total in zip(METRICS, totals)}
-    # yours: the ratios of these means, such as an IoU; pop the means that you do not want to print
+    # yours: what follows from these means, such as the perplexity; pop those that you do not want to print
     return loss / count, metrics
 
 
@@ -185,7 +186,9 @@ def main(args):
 
     # new # DDP: this process's share of the validation set; DistributedSampler would repeat samples
     val_share = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, local_batch_size, sampler=val_share, **val_options)
+
+    # new # combined: DDP + grad_accum: logits are large, so evaluate micro-batches
+    val_loader = DataLoader(val_set, local_batch_size // args.accum_steps, sampler=val_share, **val_options)
 
     # yours: the model
     end = text.end(train_set.vocabulary, args.model.end) if args.document_mask else None
@@ -268,7 +271,7 @@ def main(args):
     writer = start_log(args, start_epoch, headline) if reduce.is_main_process() else None
 
     for epoch in range(start_epoch, args.epochs + 1):  # yours: early stopping: break here, on all ranks
-        # Order, augmentation and dropout depend only on (seed, epoch), so a resumed run reproduces them
+        # Windows, their order and dropout depend only on (seed, epoch), so a resumed run reproduces them
         datasets.set_epoch(train_set, epoch)
 
         # new # DDP: the sampler shuffles by epoch; each process draws its own dropout masks
@@ -374,7 +377,7 @@ def main(args):
 
         seconds = time.perf_counter() - start
 
-        # new # DDP: no BatchNorm, so there are no statistics to share or to broadcast
+        # new # DDP: no BatchNorm statistics to share or to broadcast: the model has no buffers
 
         val_loss, metrics = evaluate(model, val_loader, device)
         errors.require_finite(val_loss, f"epoch {epoch}, step {step}: the validation loss")
@@ -414,7 +417,7 @@ def main(args):
         for name, value in scalars.items():
             writer.add_scalar(name, value, epoch)
         writer.flush()
-        print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.5f}  {seconds:.2f} s  "
+        print(f"epoch {epoch:3}/{args.epochs}  {cli.show(shown)}  lr {lr:.2e}  {seconds:.2f} s  "
               f"{speed:,.0f} tokens/s{gpt.utilization(model, args.length, speed, device)}"
               f"{devices.peak_memory(device)}")
         if sample:

@@ -383,7 +383,8 @@ def snapshot(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "arguments", "complaint"), [
-    ("train", [], "a snapshot within an epoch; resume it with train_elastic.py, or load its weights with --weights"),
+    ("train", [], "a snapshot within an epoch; resume it with the script that wrote it, or load its weights with "
+                  "--weights"),
     ("train_elastic", ["--seed", "1"], "this epoch began with --batch-size 4 --seed 0; use it, not .*--seed 1")],
     ids=["another script", "another seed"])
 def test_a_snapshot_is_for_the_command_that_can_use_it(script, snapshot, name, arguments, complaint):
