@@ -66,18 +66,21 @@ def test_batches_depend_on_seed_epoch_and_index_but_not_on_processes_or_workers(
         assert first.shape[:2] == (5, 12) and len(first.flatten(0, 1).flatten(1).unique(dim=0)) == 60
         assert all(torch.equal(first, other) for other in others)
     assert not any(map(torch.equal, found[1][0], found[2][0]))
+    other = datasets.ArrayDataset("cifar10", images, torch.zeros(62, dtype=torch.int64), 8, augment=True)
+    other.set_epoch(2)
+    assert not torch.equal(*[part.__getitems__(range(62))[0] for part in (other, data)])
 
 
 def test_two_files_of_one_picture_are_cropped_differently_and_an_epoch_repeats_it(tmp_path):
     picture = np.random.RandomState(0).randint(0, 256, (60, 60, 3)).astype(np.uint8)
     Image.fromarray(picture).save(tmp_path / "0.png")
-    data = datasets.FolderDataset([(str(tmp_path / "0.png"), 0)] * 4, ["a"], 0, augment=True)
     views = {}
-    for epoch in (1, 2, 1):
+    for seed, epoch in ((0, 1), (0, 2), (1, 2), (0, 1)):
+        data = datasets.FolderDataset([(str(tmp_path / "0.png"), 0)] * 4, ["a"], seed, augment=True)
         data.set_epoch(epoch)
         images, _ = data.__getitems__(range(4))
-        assert torch.equal(images, views.setdefault(epoch, images))
-    assert len(torch.cat([*views.values()]).flatten(1).unique(dim=0)) == 8
+        assert torch.equal(images, views.setdefault((seed, epoch), images))
+    assert len(torch.cat([*views.values()]).flatten(1).unique(dim=0)) == 12
 
 
 class Samples(list):
