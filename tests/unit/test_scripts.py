@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import profile
 
 from common import datasets, errors, models
+from language import gpt, text
 
 
 @pytest.fixture
@@ -293,6 +294,25 @@ def test_the_optimizer_has_the_settings_of_the_command(script, tmp_path):
     assert [(group["initial_lr"], group["momentum"], group["weight_decay"], len(group["params"])) for group in
             content["optimizer"]["param_groups"]] == [(0.2 * 4 / 128, 0.7, 0.3, 6), (0.2 * 4 / 128, 0.7, 0, 6)]
     assert content["scheduler"]["_last_lr"] == pytest.approx([0.5 * 0.2 * 4 / 128] * 2)
+
+
+def test_the_language_model_is_trained_as_the_command_says(script, tmp_path, monkeypatch):
+    """All language scripts take these lines from language/train.py, so comparing them would not show a mistake."""
+    (tmp_path / "text.txt").write_text("def one(): return 1\n" * 99)
+    module, args = script("language.train", "--dataset", "text", "--data-path", tmp_path / "text.txt", "--length", "16",
+                          "--windows", "8", "--momentum", "0.7", "--weight-decay", "0.3", "--epochs", "2")
+    create, ends, read, windows = gpt.GPT, [], text.Windows.__getitems__, []
+    monkeypatch.setattr(gpt, "GPT", lambda size, vocabulary, end: (ends.append(end), create(size, vocabulary, end))[1])
+    monkeypatch.setattr(text.Windows, "__getitems__", lambda dataset, indices: (
+        windows.append(dataset.starts), read(dataset, indices))[1])
+    for args.document_mask in (False, True):
+        module.main(args)
+    assert ends == [None, 0]
+    assert len({tuple(starts.tolist()) for starts in windows}) == 3  # of two epochs, and to measure
+    groups = load(tmp_path / "last.pt")["optimizer"]["param_groups"]
+    assert [(group["betas"], group["weight_decay"]) for group in groups] == [((0.7, 0.95), 0.3), ((0.7, 0.95), 0)]
+    speeds, seconds = (scalars(tmp_path, tag)[-1].value for tag in ("tokens_per_second", "seconds"))
+    assert speeds * seconds == pytest.approx(2 * 4 * 16)
 
 
 def test_the_group_has_the_timeout_of_the_command(script):
