@@ -312,16 +312,19 @@ def _folder(path: Path, seed: int) -> tuple[FolderDataset, FolderDataset]:
 
 
 def _subfolders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    from .images import is_hidden
+
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
 
 
 def _samples(path: Path, classes: list[str]) -> list[tuple[str, int]]:
     from .images import EXTENSIONS, find_files
 
-    samples = []
-    for label, name in enumerate(classes):
-        files = find_files(path / name)
-        if not files:
-            raise UsageError(f"--data-path {path}: class {name!r} has no images ({' '.join(EXTENSIONS)})")
-        samples += [(file, label) for file in files]
+    labels = {name: label for label, name in enumerate(classes)}
+    files, first = find_files(path), len(os.path.join(path, ""))
+    samples = [(file, labels[name]) for file in files if (name := file[first:].split(os.sep)[0]) in labels]
+    if len(samples) < len(files) and is_main_process():
+        print(f"{path}: {len(files) - len(samples)} images are in no class folder, so not used")
+    if empty := set(range(len(classes))) - {label for _, label in samples}:
+        raise UsageError(f"--data-path {path}: class {classes[min(empty)]!r} has no images ({' '.join(EXTENSIONS)})")
     return samples

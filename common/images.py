@@ -4,6 +4,7 @@ import io
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,9 +13,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from .errors import ProcessError, UsageError, reason
+from .reduce import is_main_process
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # formats of the content; the extension may differ
+EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")  # formats of the content; the extension may differ
+SYSTEM_FOLDERS = {  # created by NAS devices, archivers and file systems; compared in lower case
+    "@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "__macosx", "lost+found", "$recycle.bin",
+    "system volume information"}
 MAX_PIXELS = 100_000_000
 FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # the last bytes of a complete JPEG or PNG
 ORIENTATION = 0x0112  # the EXIF tag
@@ -40,23 +45,36 @@ except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, 
     decode_image = decode_with_torchvision
 
 
-def find_files(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the sorted paths of the image files below `folder`; follow symbolic links and skip hidden files.
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder with this name belongs to the system, not to the data."""
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
 
-    A broken link is included, so that reading the images fails instead of silently using fewer. Raises UsageError for
-    unreadable folders and link cycles.
+
+def find_files(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the sorted paths of the image files below `folder`; follow symbolic links and skip what `is_hidden`.
+
+    A broken link is included, so that reading the images fails instead of silently using fewer. The main process prints
+    how many files of other kinds there are. Raises UsageError for unreadable folders and link cycles.
     """
-    found: list[str] = []
-    try:
+    others: Counter[str] = Counter()
+
+    def find(folder: str | os.PathLike[str]) -> Iterator[str]:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            if entry.name.startswith("."):
+            if is_hidden(entry.name):
                 continue
             if entry.is_dir():
-                found += find_files(entry.path)
-            elif entry.name.lower().endswith(EXTENSIONS) and (entry.is_file() or entry.is_symlink()):
-                found.append(entry.path)
+                yield from find(entry.path)
+            elif not entry.name.lower().endswith(EXTENSIONS):
+                others[os.path.splitext(entry.name)[1].lower() or "without extension"] += 1
+            elif entry.is_file() or entry.is_symlink():
+                yield entry.path
+
+    try:
+        found = list(find(folder))
     except OSError as error:
         raise UsageError(f"{error.filename}: {reason(error)}") from None
+    if others and is_main_process():
+        print(f"{folder}: not images, so not used: {', '.join(f'{count} {kind}' for kind, count in others.items())}")
     return found
 
 
@@ -114,7 +132,9 @@ def orientation(encoded: np.ndarray, image: Image.Image) -> int:
 
 def _decode(path: str | os.PathLike[str], encoded: np.ndarray, image: Image.Image) -> torch.Tensor:
     with _errors_name(path):
-        if image.format in ("GIF", "WEBP"):  # PIL returns the first frame of an animation
+        if image.mode[0] in "IF" and image.format == "TIFF":  # "I;16": PIL would clip its values, not scale them
+            raise ValueError(f"its pixels are {image.mode}, not 8-bit: save it as a PNG")
+        if image.format in ("GIF", "WEBP", "BMP", "TIFF"):  # PIL returns the first frame of an animation
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
         return decode_image(torch.from_numpy(encoded))
 
@@ -153,7 +173,7 @@ def _errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError:
-        why = "not a JPEG, PNG, WebP or GIF"
+        why = "not a JPEG, PNG, WebP, GIF, BMP or TIFF"
     except (OSError, RuntimeError, SyntaxError, ValueError, EOFError, struct.error) as error:
         why = reason(error)
     else:

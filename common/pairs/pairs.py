@@ -1,7 +1,8 @@
 """Pairs of images, for all loaders: find and check them, choose their crops, show them, and make samples.
 
-A pair is two files, DATA/SPLIT/IMG_DIR/SUBDIR/NAME.jpg|png|webp and DATA/SPLIT/GT_DIR/SUBDIR/NAME.jpg|png|webp, with
-subfolders of any depth or none. Images are converted to RGB and turned upright according to their EXIF orientation.
+A pair is two files, DATA/SPLIT/IMG_DIR/SUBDIR/NAME and DATA/SPLIT/GT_DIR/SUBDIR/NAME, each with an extension of
+`images.EXTENSIONS`, with subfolders of any depth or none. Images are converted to RGB and turned upright according to
+their EXIF orientation.
 """
 import math
 import os

@@ -3,7 +3,7 @@
     python -m common.pairs.tars --data-source DATA --split train --output SHARDS
 
 A set is SHARDS/SPLIT-000000.tar, SHARDS/SPLIT-000001.tar, ... and SHARDS/SPLIT.json, which lists the shards with their
-numbers of pairs. In a shard, a pair is two consecutive files: KEY.img.jpg and KEY.gt.jpg, or .png or .webp.
+numbers of pairs. In a shard, a pair is two consecutive files: KEY.img.jpg and KEY.gt.jpg, or with another extension.
 """
 import http.client
 import io

@@ -1,4 +1,6 @@
 """Datasets: splits, augmentation and normalization, and the files that datasets of pairs write."""
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,8 @@ from common import datasets, launch, loading, models
 from common.cli import explain
 from common.errors import ProcessError, UsageError
 from common.pairs import pairs
+
+PICTURE = Image.new("RGB", (4, 4))
 
 
 def test_a_fifth_of_each_class_is_kept_for_validation():
@@ -83,6 +87,29 @@ def test_two_files_of_one_picture_are_cropped_differently_and_an_epoch_repeats_i
     assert len(torch.cat([*views.values()]).flatten(1).unique(dim=0)) == 12
 
 
+def write_images(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        PICTURE.save(folder / name)
+    return folder
+
+
+def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_counted(tmp_path, capsys):
+    """One class has what a NAS writes next to its files; the other has kinds of files that Pillow decodes."""
+    folder = write_images(tmp_path / "a", *(f"ash/{n}.jpg" for n in range(4)), "@eaDir/0.jpg", "lost+found/9.jpg",
+                          "ash/@eaDir/0.jpg/SYNOPHOTO_THUMB_M.jpg", "overview.png",
+                          *(f"oak/0.{kind}" for kind in ("jfif", "jpe", "bmp", "tif", "tiff", "gif")))
+    (folder / "oak" / "1.heic").touch()
+    train, val = datasets.create_datasets("folder", folder, 0)
+    assert train.classes == ["ash", "oak"] and (len(train), len(val)) == (8, 2)
+    files = sorted(os.fsdecode(path) for path in [*train.paths, *val.paths])
+    assert [os.path.relpath(path, folder) for path in files] == [
+        "ash/0.jpg", "ash/1.jpg", "ash/2.jpg", "ash/3.jpg", "oak/0.bmp", "oak/0.gif", "oak/0.jfif", "oak/0.jpe",
+        "oak/0.tif", "oak/0.tiff"]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{folder}: not images, so not used: 1 .heic", f"{folder}: 1 images are in no class folder, so not used"]
+
+
 class Samples(list):
     """A reader's own dataset, with the given samples and attributes."""
 
@@ -127,9 +154,6 @@ def test_numbers_have_the_type_of_the_weights():
     assert inputs.dtype == targets.dtype == torch.get_default_dtype()
     inputs, _ = first_batch(Samples([(np.ones(2), 0)] * 3))
     assert inputs.dtype == torch.float64  # an array keeps its type
-
-
-PICTURE = Image.new("RGB", (4, 4))
 
 
 @pytest.mark.parametrize(("samples", "error", "said"), [

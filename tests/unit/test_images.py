@@ -55,7 +55,12 @@ KINDS = {  # name: how to write it
     "turned.webp": partial(COLOR.save, exif=TURNED), "animated.webp": partial(COLOR.save, **ANIMATED),
     "a GIF.jpg": partial(COLOR.save, format="GIF"),
     "an animated GIF.png": partial(COLOR.save, format="GIF", **ANIMATED),
-    "a PNG.jpg": partial(COLOR.save, format="PNG"), "one pixel.png": PIXEL.save, "one pixel.jpg": PIXEL.save,
+    "a PNG.jpg": partial(COLOR.save, format="PNG"), "a BMP.jpg": partial(COLOR.save, format="BMP"),
+    "colour.bmp": COLOR.save, "grey.BMP": GREY.save, "colour.tif": COLOR.save,
+    "turned.tiff": partial(COLOR.save, exif=TURNED),
+    "palette with a transparent colour.gif": partial(COLOR.quantize(64).save, transparency=3),
+    "colour.jfif": partial(COLOR.save, quality=95), "colour.jpe": partial(COLOR.save, quality=95),
+    "one pixel.png": PIXEL.save, "one pixel.jpg": PIXEL.save,
     "Käfer und 图像.jpg": COLOR.save}
 DEEP_KINDS = {"grey": (0, [0]), "colour": (2, [0, 1, 2]), "grey with alpha": (4, [0, 3]), "alpha": (6, [0, 1, 2, 3])}
 
@@ -78,7 +83,7 @@ def test_pixels_are_those_of_pil(tmp_path, name, decoder):
     assert pixels.dtype == torch.uint8 and pixels.shape == (3, *expected.shape[:2])
     assert expected.shape[:2] == ((120, 90) if "turned" in name else (1, 1) if "pixel" in name else (90, 120))
     difference = np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected)
-    assert difference.max() <= (3 if path.suffix in (".jpg", ".jpeg") else 0)
+    assert difference.max() <= (3 if path.suffix in (".jpg", ".jpeg", ".jpe", ".jfif") else 0)
 
 
 def large_jpeg(width, height, mode="RGB", turn=1, kind="JPEG", **options):
@@ -126,7 +131,8 @@ def test_only_a_usual_jpeg_is_reduced_and_a_file_for_dali_is_the_whole_picture(t
     path = tmp_path / name
     KINDS.get(name, lambda path: write_png(path, (120, 90), 2, DEEP[..., :3]))(path)
     expected = decode(path)
-    reduced = {"colour.jpg", "progressive.jpeg", "grey.jpg", "turned.jpg", "Käfer und 图像.jpg"}
+    reduced = {"colour.jpg", "progressive.jpeg", "grey.jpg", "turned.jpg", "Käfer und 图像.jpg", "colour.jfif",
+               "colour.jpe"}
     for side in (0, 10):
         pixels, size = decode_reduced(path, side)
         assert size == expected.shape[1:]
@@ -136,7 +142,7 @@ def test_only_a_usual_jpeg_is_reduced_and_a_file_for_dali_is_the_whole_picture(t
             assert torch.equal(pixels, expected)
     content, size = pairs.read_encoded(path)
     assert size == expected.shape[1:]
-    if any(word in name for word in ("webp", "GIF", "cmyk", "damaged")):
+    if any(word in name for word in ("webp", "GIF", "gif", "BMP", "bmp", "tif", "cmyk", "damaged")):
         header = b"P6 %d %d 255\n" % size[::-1]
         assert content.tobytes() == header + expected.permute(1, 2, 0).contiguous().numpy().tobytes()
     else:
@@ -207,14 +213,16 @@ BAD = {
     "empty.jpg": lambda path, _: path.write_bytes(b""),
     "text.png": lambda path, _: path.write_text("no picture\n"),
     "missing.jpg": lambda path, _: path.symlink_to("nowhere.jpg"),
-    "a TIFF.png": lambda path, _: COLOR.save(path, "TIFF"),
-    **dict.fromkeys(["cut.jpg", "cut.png", "cut.webp", "cut GIF.jpg"], cut)}
+    "an icon.png": lambda path, _: COLOR.save(path, "ICO"),
+    "16 bits.tif": lambda path, _: Image.fromarray(DEEP[..., 0]).save(path),
+    **dict.fromkeys(["cut.jpg", "cut.png", "cut.webp", "cut GIF.jpg", "cut.bmp", "cut.tif"], cut)}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_image_is_named_in_one_line(tmp_path, name, decoder):
     path, source = tmp_path / name, tmp_path / "source"
-    COLOR.save(source, {"cut.jpg": "JPEG", "cut.webp": "WEBP", "cut GIF.jpg": "GIF"}.get(name, "PNG"))
+    COLOR.save(source, {"cut.jpg": "JPEG", "cut.webp": "WEBP", "cut GIF.jpg": "GIF", "cut.bmp": "BMP",
+                        "cut.tif": "TIFF"}.get(name, "PNG"))
     BAD[name](path, source)
     for read in (decode, pairs.read_encoded):
         with pytest.raises(ProcessError) as caught:
@@ -223,14 +231,18 @@ def test_what_is_no_image_is_named_in_one_line(tmp_path, name, decoder):
         assert len(str(caught.value).splitlines()) == 1
 
 
-def test_only_image_files_count_through_links_too(tmp_path):
+def test_only_image_files_count_through_links_too(tmp_path, capsys):
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     for path in (folder / "b", folder / "folder.jpg", folder / ".hidden", elsewhere):
         path.mkdir(parents=True)
     for path in (folder / "b/2.jpg", folder / "b/1 ä.PNG", folder / "folder.jpg/3.webp", folder / "b/._2.jpg",
                  folder / ".hidden/4.jpg", elsewhere / "5.jpeg"):
         COLOR.save(path)
-    (folder / "readme.txt").touch()
+    for name in ("@eaDir", "b/__MACOSX", "lost+found", "$RECYCLE.BIN"):  # of a NAS, an archive and file systems
+        (folder / name).mkdir()
+        COLOR.save(folder / name / "2.jpg")
+    for name in ("readme.txt", "b/6.HEIC", "b/7.heic", "LICENSE", ".DS_Store"):
+        (folder / name).touch()
     if hasattr(os, "mkfifo"):  # not on Windows
         os.mkfifo(folder / "pipe.jpg")
     (folder / "linked").symlink_to(elsewhere)
@@ -238,6 +250,10 @@ def test_only_image_files_count_through_links_too(tmp_path):
     (folder / "broken.jpg").symlink_to(elsewhere / "6.jpeg")
     expected = ["b/1 ä.PNG", "b/2.jpg", "broken.jpg", "folder.jpg/3.webp", "link.jpg", "linked/5.jpeg"]
     assert find_files(folder) == [str(folder / name) for name in expected]
+    said, = capsys.readouterr().out.splitlines()
+    assert said == f"{folder}: not images, so not used: 1 without extension, 2 .heic, 1 .txt"
+    find_files(folder / "linked")
+    assert not capsys.readouterr().out
     (folder / "b" / "round").symlink_to(folder)
     with pytest.raises(UsageError, match="round: " if sys.platform == "win32" else "b/round.*symbolic links"):
         find_files(folder)
