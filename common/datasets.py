@@ -36,6 +36,7 @@ from . import loading
 from .errors import UsageError, reason
 from .reduce import is_main_process
 
+SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}  # names of parts
 SPLIT_SEED = 0  # for splitting datasets that have no validation set; does not depend on --seed
 
 
@@ -294,9 +295,13 @@ def _folder(path: Path, seed: int) -> tuple[FolderDataset, FolderDataset]:
     if not path.is_dir():
         raise UsageError(f"--data-path {path}: no such folder")
     split = (path / "train").is_dir() and (path / "val").is_dir()
-    classes = _subfolders(path / "train" if split else path)
-    if not classes:
-        raise UsageError(f"--data-path {path}: no subfolders; --dataset folder needs one per class")
+    root = path / "train" if split else path
+    classes = _subfolders(root)
+    if len(classes) < 2:
+        found = f"only one subfolder, {classes[0]!r}" if classes else "no subfolders"
+        raise UsageError(f"--data-path: {root} has {found}; --dataset folder needs one per class, at least two")
+    if len(splits := [name for name in classes if name.lower() in SPLITS]) > 1:
+        raise UsageError(f"--data-path {path}: {' and '.join(splits)} are no classes; call the parts train and val")
     if split:
         unknown = set(_subfolders(path / "val")) - set(classes)
         if unknown:

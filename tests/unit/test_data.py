@@ -110,6 +110,24 @@ def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_cou
         f"{folder}: not images, so not used: 1 .heic", f"{folder}: 1 images are in no class folder, so not used"]
 
 
+@pytest.mark.parametrize(("names", "said"), [
+    (["photos/ash/0.png", "photos/oak/0.png"], "--data-path: {} has only one subfolder, 'photos'; .*one per class, at least two"),
+    (["train/photos/ash/0.png", "val/photos/ash/0.png"], "{}/train has only one subfolder, 'photos'; "),
+    (["ash/0.png", "@eaDir/0.jpg"], "{} has only one subfolder, 'ash'; "),
+    (["train/ash/0.png", "train/oak/0.png", "test/ash/0.png"], "{}: test and train are no classes; .*train and val"),
+    (["Train/ash/0.png", "Val/ash/0.png", "more/0.png"], "{}: Train and Val are no classes; "),
+    (["training/ash/0.png", "validation/ash/0.png"], "{}: training and validation are no classes; ")])
+def test_a_folder_that_contains_no_classes_is_refused(tmp_path, names, said):
+    with pytest.raises(UsageError, match=said.format(write_images(tmp_path, *names))):
+        datasets.create_datasets("folder", tmp_path, 0)
+
+
+def test_a_class_may_have_the_name_of_a_part(tmp_path):
+    """A train, for example, among other vehicles."""
+    names = [f"{name}/{n}.png" for name in ("bus", "train") for n in range(5)]
+    assert datasets.create_datasets("folder", write_images(tmp_path, *names), 0)[0].classes == ["bus", "train"]
+
+
 class Samples(list):
     """A reader's own dataset, with the given samples and attributes."""
 

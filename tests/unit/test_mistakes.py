@@ -38,7 +38,7 @@ MISTAKES = {
     "train.py --resume mistyped.pt": ["--resume mistyped.pt", "no such file"],
     "train.py --dataset folder --data-path {tmp}/missing": ["{tmp}/missing", "no such folder"],
     "train.py --dataset folder --data-path {tmp}/empty": ["{tmp}/empty", "no subfolders"],
-    "train.py --dataset folder --data-path {tmp}/hollow": ["{tmp}/hollow", "'oak'", "no images"],
+    "train.py --dataset folder --data-path {tmp}/hollow": ["{tmp}/hollow", "'ash'", "no images"],
     "train.py --dataset cifar10 --data-path {tmp}/file": ["{tmp}/file"],
     "train.py --output-dir {tmp}/file": ["--output-dir {tmp}/file"],
     "train_DDP.py --sync-bn --device cpu": ["--sync-bn", "cpu"],
@@ -73,7 +73,8 @@ class Code:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "empty").mkdir()
-    (folder / "hollow/oak").mkdir(parents=True)
+    for name in ("ash", "oak"):
+        (folder / "hollow" / name).mkdir(parents=True)
     (folder / "file").write_text("a file, not a folder\n")
     resnet = {"model": {"conv1.weight": torch.zeros(64, 1, 3, 3)}, "optimizer": {}, "scheduler": {}, "epoch": 1,
               "score": 0.5, "best_score": 0.5}
