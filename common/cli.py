@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ from .launch import end_with_launcher, is_slurm_task
 PATIENCE = 10  # seconds: a process that only lost a connection waits this long for the launcher to end it
 # From torch/utils/data/_utils/signal_handling.py; an error in a dataset says "Caught ... in DataLoader worker" instead
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
+# From aten/src/ATen/MapAllocator.cpp; where a file system cannot reserve space, a bus error ends the worker instead
+SHARED_MEMORY_FULL = re.compile(r"</torch_\w+>.*No space left on device")
 # Messages of gloo, the store and NCCL about a lost peer. Under NCCL, torch's watchdog usually ends the process first,
 # with SIGABRT, so nothing in this file runs (see docs/operations.md)
 LATE = re.compile(r"timed? ?out", re.I)
@@ -89,6 +92,10 @@ def explain(error: BaseException) -> str | None:
         return f"out of memory: {last} try a smaller --batch-size, or train_grad_accum.py"
     if isinstance(error, RuntimeError) and WORKER_DIED.match(text):
         return f"{text} (out of memory? try fewer --workers)"
+    if SHARED_MEMORY_FULL.search(last):
+        return "/dev/shm is full; enlarge it (in Docker: --shm-size=8g), or use fewer --workers"
+    if "AF_UNIX path too long" in last:  # limit: 107 bytes
+        return f"TMPDIR {tempfile.gettempdir()}: too long for the sockets of loader workers; set a shorter TMPDIR"
     if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in text:
         return f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this host; choose another port"
     if lost_the_others(error):

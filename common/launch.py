@@ -1,6 +1,7 @@
 """Launchers (torchrun, Slurm, mp.spawn, plain python): ranks, rendezvous, cores, and exiting with the parent."""
 import ctypes
 import multiprocessing
+import multiprocessing.queues
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 from .errors import UsageError
 
@@ -124,8 +126,10 @@ def end_with_launcher() -> None:
 def tie_worker(worker_id: int) -> None:
     """Make a loader worker exit when the process that created its DataLoader ends; pass this as `worker_init_fn`.
 
-    torch's own watchdog does not run while the worker starts, and under forkserver it watches the fork server.
+    torch's own watchdog does not run while the worker starts, and under forkserver it watches the fork server. A batch
+    that the worker cannot send becomes an error in that process, which would otherwise wait forever.
     """
+    multiprocessing.queues.Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     end_with_parent("SIGKILL")  # Windows has no signal.SIGKILL
     threading.Thread(target=_outlive_no_parent, daemon=True).start()
 
@@ -133,3 +137,13 @@ def tie_worker(worker_id: int) -> None:
 def _outlive_no_parent() -> None:
     multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a worker has a parent
     os._exit(1)
+
+
+def _send_error(queue: Any, error: Exception, batch: Any) -> None:
+    """Send `error` in place of a batch that cannot be sent."""
+    from torch._utils import ExceptionWrapper  # not at the top: other users of this module do not need torch
+
+    if not isinstance(batch, tuple):  # pickled already: the connection is broken
+        os._exit(1)
+    wrapper = ExceptionWrapper((type(error), error, error.__traceback__), "in DataLoader worker process")
+    queue.put((batch[0], wrapper))

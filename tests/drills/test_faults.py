@@ -6,6 +6,7 @@ import signal
 import pytest
 from conftest import LAUNCH, PYTHON, TORCHRUN, good, load, run
 from live import Live, ours
+from test_machines import AS_ROOT, mounted
 
 LONG = ["--epochs", "1000", "--workers", "1", "--log-every", "2"]
 STARTS = {"train.py": [PYTHON, "train.py"], "train_mp.py": [PYTHON, "train_mp.py"],
@@ -77,3 +78,12 @@ def test_runs_at_the_same_time(tmp_path, photos):
             assert live.end(240) == 0, live.said()
             assert load(tmp_path / str(number) / "last.pt")["epoch"] == 1
             assert (tmp_path / str(number) / "class_indices.json").stat().st_size
+
+
+@AS_ROOT
+def test_a_full_shared_memory_is_named(tmp_path):
+    """As with Docker's 64 MB: a worker has no room for its batch."""
+    command = [PYTHON, "train.py", "--workers", "1", "--batch-size", "700", "--epochs", "1", "--output-dir", tmp_path]
+    result = run(*mounted("/dev/shm", "256k", command), seconds=120)
+    said = "train.py: error: /dev/shm is full; enlarge it (in Docker: --shm-size=8g), or use fewer --workers\n"
+    assert (result.code, result.err) == (1, said)

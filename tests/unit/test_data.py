@@ -1,5 +1,7 @@
 """Datasets: splits, augmentation and normalization, and the files that datasets of pairs write."""
+import multiprocessing
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -136,9 +138,9 @@ class Samples(list):
         self.__dict__.update(attributes)
 
 
-def first_batch(dataset, workers=0):
+def first_batch(dataset, workers=0, timeout=0):
     options = loading.options(workers, torch.device("cpu"), dataset)
-    return next(iter(DataLoader(dataset, 3, **options)))
+    return next(iter(DataLoader(dataset, 3, timeout=timeout, **options)))
 
 
 INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
@@ -192,6 +194,30 @@ def test_a_worker_says_it_in_one_line_too():
     with pytest.raises(UsageError) as raised:
         first_batch(Samples([(PICTURE, 0)] * 3), workers=1)
     assert explain(raised.value).startswith("a sample is a PIL.Image.Image")
+
+
+class Batches(Samples):
+    """A dataset that returns itself as every batch."""
+
+    def __getitems__(self, indices):
+        return tuple(self)
+
+
+def test_a_batch_that_a_worker_cannot_send_is_an_error_and_no_hang():
+    with pytest.raises(Exception, match="(?i)can't pickle"):
+        first_batch(Batches([INPUTS, lambda: 0, 0]), workers=1, timeout=30)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux do workers send tensors through sockets")
+def test_a_tmpdir_too_long_for_sockets_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / ("j" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # a cache of it
+    with pytest.raises(OSError) as raised:
+        first_batch(Batches([INPUTS, TARGETS, 0]), workers=1, timeout=30)
+    said = explain(raised.value)
+    assert said == f"TMPDIR {folder}: too long for the sockets of loader workers; set a shorter TMPDIR"
 
 
 class Epochs(Samples):
