@@ -1,6 +1,6 @@
 """Text as windows of tokens: the datasets of the language scripts.
 
-A token is a byte, or one of the `uint16` numbers that nanoGPT's and build-nanogpt's scripts write.
+A token is a byte, or one of the numbers in the files that the scripts of nanoGPT, build-nanogpt and llm.c write.
 """
 import hashlib
 import os
@@ -17,6 +17,7 @@ from common.errors import ProcessError, UsageError, reason
 
 DATASETS = ["stdlib", "text", "tokens"]
 BYTES, GPT2 = 256, 50257  # the sizes of the vocabularies
+LLM_C = {20240520: np.uint16, 20240801: np.uint32}  # the first number in llm.c's header of 1,024 bytes: type of tokens
 
 
 class Windows:
@@ -69,7 +70,7 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int,
     - "stdlib": the sources of Python's standard library on this machine, without tests. The last 5 % of the files are
       for validation.
     - "text": the UTF-8 file `path`, or all `.txt` files in this folder, as bytes. The last 5 % are for validation.
-    - "tokens": `path`/train.bin and `path`/val.bin, `uint16`, which stay on disk.
+    - "tokens": `path`/train.bin and `path`/val.bin, `uint16`; or, with a header, the formats .npy and llm.c's.
 
     An epoch has `count` windows; the validation set has at most an eighth of that number. `vocabulary` is the size of
     the model's vocabulary, or None if the model accepts any. Raises UsageError if data is missing.
@@ -111,18 +112,62 @@ def _standard_library() -> list[bytes]:
 
 
 def _memory_map(file: Path) -> np.ndarray:
+    """Return the tokens in `file`, which stay on disk; raise UsageError if it contains anything else."""
     try:
-        return np.memmap(file, np.uint16, "r")
+        with open(file, "rb") as opened:
+            start = opened.read(2**20)
+        kind = LLM_C.get(int.from_bytes(start[:4], "little"))
+        if start.startswith(b"\x93NUMPY"):
+            tokens = np.load(file, mmap_mode="r")
+        elif kind:
+            tokens = np.memmap(file, kind, "r", offset=1024)
+        elif why := _why_not_tokens(start):
+            raise UsageError(f"--data-path: {file}: {why}, not uint16 tokens; numpy's astype('uint16').tofile() writes "
+                             "them")
+        else:
+            tokens = np.memmap(file, np.uint16, "r")
     except (OSError, ValueError) as error:  # ValueError: the file is empty, or has an odd number of bytes
         raise UsageError(f"--data-path: {file}: {reason(error)}") from None
+    if tokens.dtype.kind != "u" or tokens.ndim != 1:
+        raise UsageError(f"--data-path: {file}: has {tokens.dtype} values of shape {tokens.shape}; tokens need one "
+                         "dimension and an unsigned type, such as uint16")
+    wanted = int.from_bytes(start[8:12], "little") if kind else len(tokens)
+    if len(tokens) != wanted:
+        raise UsageError(f"--data-path: {file}: incomplete: {len(tokens):,} tokens, and its header says {wanted:,}")
+    return tokens
+
+
+def _why_not_tokens(start: bytes) -> str | None:
+    """Return what a file that starts with `start` contains instead of `uint16` tokens, or None."""
+    if start.startswith((b"PK\3\4", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1")):
+        return "a zip, gzip, zstd, Parquet or Arrow file"
+    if start and not start.translate(None, b"\t\n\r" + bytes(range(32, 127))):
+        return "plain text"
+    halves = np.frombuffer(start, np.uint16, len(start) // 2)
+    for other, half in (halves[::2], halves[1::2]), (halves[1::2], halves[::2]):
+        if len(half) and half.max() < 8 <= other.max():  # the upper halves of token numbers below 2**19
+            return "numbers of 4 or 8 bytes"
+    return None
 
 
 def _documents(path: Path) -> list[bytes]:
     try:
-        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        return [file.read_bytes().decode("utf-8").encode() for file in files]  # not read_text(): it changes "\r\n"
-    except (OSError, UnicodeDecodeError) as error:
+        files = sorted(path.glob("[!.]*.txt")) if path.is_dir() else [path]
+        return [_read_text(file) for file in files]
+    except OSError as error:
         raise UsageError(f"--data-path {path}: {reason(error)}") from None
+
+
+def _read_text(file: Path) -> bytes:
+    text = file.read_bytes()  # not read_text(): it changes "\r\n"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--data-path: {file}: {reason(error)}") from None
+    if b"\0" in text:
+        raise UsageError(f"--data-path: {file}: has a zero byte at position {text.index(0):,}, as UTF-16 has; the text "
+                         "must be UTF-8, in which zero bytes separate documents here")
+    return text
 
 
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:

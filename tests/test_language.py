@@ -196,8 +196,8 @@ def test_the_standard_library_is_its_code_in_one_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("text", {"a.txt": b"short"}, "training text has only 5 tokens"), ("text", {}, "No such file"),
-    ("text", {"a.txt": b"\xff" * 900}, "a.txt: .*decode"), ("tokens", {"train.bin": b"12" * 999}, "val.bin"),
-    ("tokens", {"train.bin": b"123", "val.bin": b"12"}, "train.bin")])
+    ("text", {"a.txt": b"\xff" * 900}, "a.txt: .*decode"), ("tokens", {"train.bin": b"\0\1" * 999}, "val.bin"),
+    ("tokens", {"train.bin": b"\1\2\3", "val.bin": b"\1\2"}, "train.bin")])
 def test_wrong_data_is_explained(tmp_path, name, content, message):
     for file, data in content.items():
         (tmp_path / file).write_bytes(data)

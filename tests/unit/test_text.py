@@ -1,6 +1,8 @@
 """What the language model's data and configuration mean."""
 import json
+import zipfile
 
+import numpy as np
 import pytest
 
 from common.errors import UsageError
@@ -21,6 +23,66 @@ def test_one_document_of_twenty_is_for_validation(tmp_path):
     train, val = text.create_datasets("text", tmp_path, 4, 8, seed=0)
     assert train.tokens.tobytes().count(0) == 38
     assert val.tokens.tobytes() == b"38" * 20 + b"\0" + b"39" * 20 + b"\0"
+
+
+def test_a_file_of_a_mac_is_no_document(tmp_path):
+    (tmp_path / "a.txt").write_text("words" * 50)
+    (tmp_path / "._a.txt").write_bytes(b"\0\5\x16\7")
+    train, _ = text.create_datasets("text", tmp_path, 4, 8, seed=0)
+    assert len(train.tokens) == 5 * 50 * 95 // 100 + 1
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ("words".encode("utf-16-le"), "a.txt: has a zero byte at position 1, as UTF-16"),
+    ("words".encode("utf-16"), "a.txt: .*decode byte 0xff"), (b"words\0", "a.txt: has a zero byte at position 5,")])
+def test_what_is_no_utf_8_is_named_with_its_file(tmp_path, content, said):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        text.create_datasets("text", tmp_path, 4, 8, seed=0)
+
+
+TOKENS = np.random.RandomState(0).randint(0, 50257, 3000)
+HEADER = np.zeros(256, np.int32)
+HEADER[:3] = 20240520, 1, 3000
+
+
+def save_array(file, tokens):
+    with open(file, "wb") as opened:
+        np.save(opened, tokens)
+
+
+@pytest.mark.parametrize("write", [
+    lambda file: TOKENS.astype(np.uint16).tofile(file), lambda file: save_array(file, TOKENS.astype(np.uint16)),
+    lambda file: file.write_bytes(HEADER.tobytes() + TOKENS.astype(np.uint16).tobytes()),
+    lambda file: file.write_bytes(np.int32([20240801, 7, 3000, *[0] * 253]).tobytes()
+                                  + TOKENS.astype(np.uint32).tobytes())],
+    ids=["plain", "npy", "llm.c", "llm.c's Llama 3"])
+def test_tokens_are_read_in_each_format(tmp_path, write):
+    for part in ("train", "val"):
+        write(tmp_path / f"{part}.bin")
+    for windows in text.create_datasets("tokens", tmp_path, 4, 8, seed=0):
+        assert np.array_equal(windows.tokens, TOKENS)
+
+
+def save_zip(file):
+    with zipfile.ZipFile(file, "w") as opened:
+        opened.writestr("tokens", TOKENS.tobytes())
+
+
+@pytest.mark.parametrize(("write", "said"), [
+    *((lambda file, kind=kind: TOKENS.astype(kind).tofile(file), "numbers of 4 or 8 bytes, not uint16")
+      for kind in ("<u4", "<i8", ">u4", ">i8")),
+    (lambda file: (TOKENS + 2**18).astype(np.uint32).tofile(file), "numbers of 4 or 8 bytes"),  # a large vocabulary
+    (lambda file: file.write_text("It was a dark and stormy night.\n" * 9), "plain text, not uint16 tokens"),
+    (save_zip, "a zip, gzip"), (lambda file: save_array(file, TOKENS), r"has int64 values of shape \(3000,\)"),
+    (lambda file: file.write_bytes(HEADER.tobytes() + TOKENS[:2999].astype(np.uint16).tobytes()),
+     "incomplete: 2,999 tokens, and its header says 3,000"), (lambda file: file.write_bytes(b""), "empty")])
+def test_what_is_no_file_of_tokens_is_refused(tmp_path, write, said):
+    for part in ("train", "val"):
+        write(tmp_path / f"{part}.bin")
+    with pytest.raises(UsageError, match=f"^--data-path: .*train.bin: .*{said}"):
+        text.create_datasets("tokens", tmp_path, 4, 8, seed=0)
 
 
 def test_the_token_that_ends_a_document():
