@@ -113,7 +113,8 @@ def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_cou
 
 
 @pytest.mark.parametrize(("names", "said"), [
-    (["photos/ash/0.png", "photos/oak/0.png"], "--data-path: {} has only one subfolder, 'photos'; .*one per class, at least two"),
+    (["photos/ash/0.png", "photos/oak/0.png"],
+     "--data-path: {} has only one subfolder, 'photos'; .*one per class, at least two"),
     (["train/photos/ash/0.png", "val/photos/ash/0.png"], "{}/train has only one subfolder, 'photos'; "),
     (["ash/0.png", "@eaDir/0.jpg"], "{} has only one subfolder, 'ash'; "),
     (["train/ash/0.png", "train/oak/0.png", "test/ash/0.png"], "{}: test and train are no classes; .*train and val"),
