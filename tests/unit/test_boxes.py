@@ -236,7 +236,8 @@ def test_an_augmented_image_follows_from_seed_epoch_and_index_and_its_pixels_sta
     train[3]
     assert torch.equal(torch.random.get_rng_state(), state)
     train.set_epoch(1)
-    assert not any(map(torch.equal, train.__getitems__(range(1, 20))[0], first[0][1:]))
+    for other in (train, data.create_datasets("lines", tmp_path, 64, 1)[0]):
+        assert not any(map(torch.equal, other.__getitems__(range(1, 20))[0], first[0][1:]))
     for place, _, *box in first[1].tolist():
         ys, xs = torch.where(first[0][int(place), 0] > 200)  # jitter makes the box no darker than 0.7 * 0.7 * 255
         ys, xs = (ys, xs) if len(ys) else torch.where(first[0][int(place), 0] > 115)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FROM_ROOT, PROGRAMS, PYTHON, good, run
+from torch.distributed.device_mesh import init_device_mesh
 
 from common import cli, errors
 
@@ -92,6 +93,19 @@ def test_a_process_of_torchrun_ends_with_it(variables, said):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGUSR1 and no prctl")
+def test_a_script_with_a_device_mesh_keeps_its_exit_code(group, monkeypatch):
+    """Exit code 85 tells a batch script to requeue the job."""
+    handlers, codes = [], []
+    monkeypatch.setattr("atexit.register", handlers.append)
+    monkeypatch.setattr(cli, "_exit_at_once", codes.append)
+    init_device_mesh("cpu", (1,))
+    with pytest.raises(SystemExit), cli.report_errors():
+        sys.exit(85)
+    for handler in handlers:
+        handler()
+    assert codes == [85]
+
+
 def test_importing_common_changes_nothing_in_the_process():
     """Signal handlers stay, so asyncio shuts down on Ctrl-C. The signal on the parent's end does not change either."""
     said = good(run(PYTHON, PROGRAMS / "importing.py", env=FROM_ROOT | {"TORCHELASTIC_RUN_ID": "1"})).out

@@ -40,11 +40,24 @@ def test_the_rate_rises_to_that_of_the_scheduler_and_follows_it():
     rates, counter = trained(4)
     assert rates == pytest.approx([0.25, 0.5, 0.75 * 0.75, 0.75, 0.25, 0.25]) and counter.state_dict() == {"done": 6}
     assert trained(4, state={"done": 3})[0] == pytest.approx([1, 1, 0.75, 0.75, 0.25, 0.25])
+    assert trained(4, state={"done": 7})[1].done == 13  # updates, which train_combined.py logs
 
 
 def test_a_scheduler_that_multiplies_the_rate_does_not_multiply_the_reduction():
     rates, _ = trained(4, schedule=lambda optimizer: StepLR(optimizer, 1, 0.5))
     assert rates == pytest.approx([0.25, 0.5, 0.5 * 0.75, 0.5, 0.25, 0.25])
+
+
+def test_each_group_keeps_a_rate_of_its_own():
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": rate} for weight, rate in zip(weights, (1.0, 0.1))])
+    updates.WarmUp(optimizer, 2)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones(1)
+        optimizer.step()
+    assert [weight.item() for weight in weights] == pytest.approx([1 - 1.5, 1 - 0.15])
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
 
 
 @pytest.mark.parametrize("fused", [False, True])

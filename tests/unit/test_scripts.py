@@ -159,9 +159,9 @@ def test_each_sharded_script_asks_whether_its_backend_can_split_a_model(script, 
 
 
 def test_sharded_scripts_load_weights_as_train_does(script, tmp_path, capsys):
-    """The file has all tensors or some of them; the script draws the others."""
+    """The file has all tensors or some of them, in 16 bits; the script draws the others."""
     torch.manual_seed(7)
-    weights = {**models.create_model("vit", 10, (1, 28, 28)).state_dict(), "more": torch.ones(1)}
+    weights = {**models.create_model("vit", 10, (1, 28, 28)).bfloat16().state_dict(), "more": torch.ones(1)}
     weights.pop("blocks.0.mlp.0.weight")
     torch.save(weights, tmp_path / "weights.pt")
     said = []

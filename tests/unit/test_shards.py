@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.torch_version import TorchVersion
 
 from benchmarks.memory import Storages
@@ -133,6 +134,22 @@ def test_batchnorm_is_refused_where_it_would_be_wrong(options, named):
         layers.blocks(model, *options)
 
 
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputed_blocks_run_again_in_the_backward_pass(recompute):
+    model = nn.Sequential(Counted(2, 2), Counted(2, 2))
+    layers.blocks(model, recompute)
+    model(torch.ones(1, 2)).sum().backward()
+    assert [layer.calls for layer in model] == [1 + recompute] * 2
+
+
 @pytest.mark.parametrize("limit", [0.1, 1e6])  # gradients below the limit stay as they are
 def test_clipping_without_shards_is_torchs(limit):
     model = models.create_model("cnn", 10, (1, 28, 28))
@@ -200,6 +217,22 @@ def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
     found = tensors_of(model)
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
     assert not weights.whole and not weights.recorder
+
+
+def test_a_model_that_two_processes_draw_differently_is_that_of_rank_0(group, monkeypatch):
+    monkeypatch.setattr(replay, "agree", lambda calls: False)
+    _, weights = replay.outline(CREATE["cnn"])
+    assert weights.whole and not weights.recorder
+
+
+def test_a_shard_does_not_lean_on_the_file(group):
+    mesh = init_device_mesh("cpu", (1,))
+    own = [DTensor.from_local(torch.zeros(2), mesh, [place]) for place in (Shard(0), Replicate())]
+    saved = {"0": torch.ones(2), "1": torch.ones(2)}
+    taken = shards.take(nn.ParameterList(own), saved)
+    for tensor in saved.values():
+        tensor.zero_()
+    assert all(tensor.to_local().all() for tensor in taken.values())
 
 
 def test_a_layer_drawn_twice_is_held_once(group):
@@ -321,6 +354,18 @@ def test_a_folder_whose_file_lacks_its_last_byte_is_incomplete(tmp_path):
         dcp_folders.check(folder)
 
 
+def test_a_folder_reads_no_file_of_another_folder(tmp_path):
+    folder = tmp_path / "step-0000001"
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    (folder / "values.json").write_text("[]")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../step-0000001/{info.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UsageError, match="rejected: a is in another folder, \\.\\./step"):
+        dcp_folders.check(folder)
+
+
 @pytest.mark.parametrize(("attribute", "accepted"), [("name", True), ("value", False), (None, False)])
 def test_the_folders_of_every_python_are_read(tmp_path, attribute, accepted):
     """Python 3.11.2 pickles an Enum member as a getattr call; any other getattr is rejected."""
@@ -350,6 +395,7 @@ def test_only_committed_folders_count_and_the_best_and_the_newest_two_stay(tmp_p
         make_folder(tmp_path / f"step-{step:07}", b"", json.dumps([[["score"], score], [["model", "x"], None]]))
     for name in ("step-0000009", "snapshot-0000002"):
         make_folder(tmp_path / name)
+    make_folder(tmp_path / "step-0000003-old", b"")
     assert [path.name[-1] for path in dcp_folders.whole_folders(tmp_path)] == [*"01234"]
     with pytest.raises(UsageError, match="contains step-0000004, newer than step 3, where this run starts; pass"):
         dcp_folders.reject_newer(tmp_path, 3)

@@ -3,12 +3,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_TP
-from common import models, tensor_parallel
+from common import clipping, models, tensor_parallel
 from common.errors import UsageError
 from language import context, gpt, stages
 from language import train_TP as language_TP
@@ -37,6 +38,37 @@ def test_a_layer_that_cannot_be_split_evenly_is_named(grid):
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(2, 3)})
     with pytest.raises(UsageError, match="does not divide the width of up, 3"):
         tensor_parallel.check_plan(model, {"up": ColwiseParallel()}, grid)
+    model.heads = 3
+    with pytest.raises(UsageError, match="^--tensor-parallel 2: does not divide the 3 heads of "):
+        tensor_parallel.check_plan(model, {}, grid)
+
+
+@pytest.fixture
+def parts(grid):
+    """Return parameters that every process of a tensor group has, alone or as shards over "data", and a split one."""
+    both = (grid, [Shard(0), Replicate()]), (grid["data"], [Shard(0)]), (grid, [Shard(0), Shard(1)])
+    return torch.nn.ParameterList([DTensor.from_local(torch.ones(2, 2), *each) for each in both])
+
+
+def test_copies_come_from_the_first_process_of_a_tensor_group_with_their_states(grid, parts):
+    optimizer = torch.optim.SGD(parts, 0.1, momentum=0.9)
+    for parameter in parts:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with CommDebugMode() as counted:
+        tensor_parallel.equalize(parts, optimizer, grid["tensor"])
+    assert counted.get_total_counts() == 2 * 2
+
+
+def test_the_norm_of_gradients_is_summed_over_the_processes_that_have_other_shards(grid, parts):
+    sums = []
+    for pipeline in (None, dist.group.WORLD):
+        for parameter in parts:
+            parameter.grad = torch.ones_like(parameter)
+            with CommDebugMode() as counted:
+                clipping.clip_grad_norm([parameter], 1.0, pipeline)
+            sums.append(counted.get_total_counts())
+    assert sums == [1, 1, 2, 2, 2, 3]
 
 
 def test_a_plan_without_experts_names_the_script_that_has_one(grid):
