@@ -246,7 +246,7 @@ def test_a_plain_script_does_the_same_and_keeps_each_line(path):
 
 def test_a_plain_script_reads_as_if_written_at_once(family, tmp_path):
     """Only the reasons of blocks stay, without the ideas that they name; blank lines stay where the parent has them."""
-    family("train_child.py", CHILD.replace(
+    family("train_child.py", CHILD.replace("order", "order: always").replace(
         "    print(os", "    # new # child: child: an empty line\n    print()\n\n    print(os"))
     assert markers.plain(tmp_path / "train_child.py") == '''"""The child.
 
@@ -259,7 +259,7 @@ import sys
 def main():
     # why it counts to three
     for number in range(3):
-        # standard error keeps order
+        # standard error keeps order: always
         print(number, file=sys.stderr)
     # an empty line
     print()

@@ -5,7 +5,7 @@ import shutil
 
 import markers
 import pytest
-from conftest import PYTHON, ROOT, good, run
+from conftest import PYTHON, ROOT, command, good, run
 
 from tools import versions
 
@@ -54,6 +54,16 @@ def test_every_script_is_run():
     assert {*versions.SCRIPTS} == {markers.name_of(path) for path in markers.scripts()} | {"check.py"}
     page = (ROOT / "docs/versions.md").read_text()
     assert {*re.findall(r"^\| `(\S+\.py)`", page, re.M)} <= {*versions.SCRIPTS}  # a new one comes with the next table
+
+
+def test_every_script_is_run_as_its_docstring_says_on_a_task_that_is_small_enough(tmp_path):
+    trials = {name: versions.Trial(path, tmp_path, {}) for name, path in versions.SCRIPTS.items()}
+    launched = {name for name in trials if any(word.startswith("torch.distributed.") for word in command(name))}
+    either = {name for name in trials if name.startswith("loader")}  # one process or several
+    assert {name for name, trial in trials.items() if trial.processes == 2} == launched | either
+    wings = {"language": "--windows", "detection": "--image-size"}
+    assert all(wings[name.split("/")[0]] in trial.small for name, trial in trials.items() if name.split("/")[0] in wings)
+    assert [trials[name].small[1] for name in ("train_amp.py", "train.py")] == ["480", "96"]
 
 
 def test_the_page_begins_with_the_oldest_version_and_no_script_fails_there():
