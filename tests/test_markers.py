@@ -208,6 +208,32 @@ def test_a_wing_takes_the_blocks_of_a_parent_in_another_folder(tmp_path, before,
             markers.compare(tmp_path / "wing/train_child.py")
 
 
+def test_a_parents_comment_does_not_say_why_a_wing_leaves_out_a_block(tmp_path):
+    separator = "    print(os.sep)\n", "    # new # child: no separator: nobody reads it\n"
+    block = "\n        # new # child: standard error keeps order\n        print(number, file=sys.stderr)\n\n"
+    (tmp_path / "wing").mkdir()
+    (tmp_path / "train.py").write_text(PARENT)
+    (tmp_path / "train_child.py").write_text(CHILD.replace(*separator))
+    (tmp_path / "wing/train.py").write_text(PARENT.replace("range(3)", '"abc"'))
+    doc = '"""The wing.\n\nParents: train.py, ../train_child.py\n"""\nimport os'
+    wing = WING.replace(*separator).replace(block, "        print(number)\n")
+    (tmp_path / "wing/train_child.py").write_text(doc + wing)
+    with pytest.raises(markers.BrokenRule, match="no comment of its own says why it leaves out: standard error"):
+        markers.compare(tmp_path / "wing/train_child.py")
+
+
+def test_a_wing_keeps_each_line_of_an_idea_of_another_folder(tmp_path):
+    for path in SCRIPTS:
+        copy = tmp_path / markers.name_of(path)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    wing, line = tmp_path / "language/train_combined.py", "            scaler.unscale_(optimizer)\n"
+    assert line in wing.read_text()
+    wing.write_text(wing.read_text().replace(line, ""))
+    with pytest.raises(markers.BrokenRule, match="no block replaces what follows this line in train_combined.py"):
+        markers.compare(wing)
+
+
 def test_a_script_of_several_parents_takes_each_line_from_one_of_them(family):
     both = CHILD.replace("Parent: train.py", "Parents: train_child.py, train_other.py").replace(
         "    print(os", "    # new # other\n    print()\n\n    print(os")
@@ -300,3 +326,6 @@ def test_the_blocks_of_one_script_name_what_they_replace_in_each_parent():
     lines = {name: (markers.ROOT / name).read_text().splitlines() for name in rate["replaces"]}
     replaced = {lines[name][number - 1].strip() for name in lines for number in rate["replaces"][name]}
     assert "train_grad_accum.py" in lines and replaced == {"loss.backward()"}
+    wing = [block for block in markers.described(markers.ROOT / "language/train_combined.py")
+            if block["tag"] == "combined"]
+    assert {block["own"] for block in wing} == {True, False}  # ../train_combined.py has the others, too

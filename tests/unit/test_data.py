@@ -253,7 +253,9 @@ def test_each_set_has_as_many_workers_as_it_needs():
         for dataset, expected in (in_memory, min(most, free)), (Subset(in_memory, [0]), min(most, free)), (
                 files, min(8, free)):
             assert loading.options(None, torch.device("cpu"), dataset)["num_workers"] == expected
-        assert loading.options(3, torch.device("cpu"), in_memory)["num_workers"] == 3  # --workers wins
+        options = loading.options(3, torch.device("cpu"), in_memory)
+        assert options["num_workers"] == 3  # --workers wins
+        assert options["worker_init_fn"] is launch.tie_worker  # or a killed process would leave its workers behind
 
 
 BYTES = torch.tensor([0, 255], dtype=torch.uint8).repeat(6).reshape(2, 1, 2, 3).expand(2, 3, 2, 3)

@@ -63,6 +63,7 @@ def test_the_plan_has_every_script_of_the_classifiers_and_one_gpu_needs_one_proc
     for each in planned:
         batch, processes = 512 if each.table.endswith("images/s") else 32, 1 if "one device" in each.what else 2
         assert each.command[each.command.index("--batch-size") + 1] == str(batch * processes)
+    assert all("--nproc-per-node=2" in each.command for each in planned if each.what.endswith("train_DDP.py"))
     one = plan(1)
     assert not any(word in ("--nproc-per-node=2", "--nprocs") for each in one for word in each.command)
     tables = {each.table: each.what for each in reversed(one)}

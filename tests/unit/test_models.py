@@ -41,6 +41,12 @@ def test_there_is_no_accuracy_of_a_regression(outputs, targets):
         recipe.top(1)(outputs, targets)
 
 
+def test_the_headline_counts_what_is_trained():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1000))
+    models.freeze_layers(model)
+    assert models.size(model) == "4,000 of 4,009"
+
+
 def test_a_model_without_a_classifier_cannot_be_frozen():
     with pytest.raises(UsageError, match="--freeze-layers: .*no linear layer"):
         models.freeze_layers(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))

@@ -15,6 +15,7 @@ from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_yours import EDITS, put_in
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
 from common import datasets, errors, models
@@ -417,6 +418,23 @@ def test_a_snapshot_of_the_first_epoch_can_be_measured(script, snapshot, capsys)
     module, args = script("train_elastic", "--evaluate", "--resume", "auto")
     module.main(args)
     assert "1 steps of epoch 1 are done" in (said := capsys.readouterr().out) and "accuracy" in said
+
+
+@pytest.mark.parametrize("name", ["language.train_combined", "language.train_4D"])
+def test_the_speed_counts_only_the_steps_of_this_run(script, tmp_path, monkeypatch, name):
+    """A signal stops the run after the first of two steps, so the resumed run takes one."""
+    stop = threading.Event()
+    (tmp_path / "text.txt").write_text("def one(): return 1\n" * 99)
+    module, args = script(name, "--dataset", "text", "--data-path", tmp_path / "text.txt", "--length", "16",
+                          "--windows", "8", "--log-every", "1", "--resume", "auto")
+    monkeypatch.setattr(module.signals, "note_signals", lambda *names: stop)
+    with loss_parallel():
+        stop.set()
+        assert module.main(args) == 85
+        stop.clear()
+        module.main(args)
+    speed, seconds = (scalars(tmp_path, tag)[-1].value for tag in ("tokens_per_second", "seconds"))
+    assert speed * seconds == pytest.approx(4 * 16)
 
 
 def test_all_scripts_mark_what_readers_replace_alike():

@@ -1,5 +1,6 @@
 """Code that splits work over processes, tested without processes: shards, stages, micro-batches, damaged folders."""
 import enum
+import functools
 import json
 import pickle
 
@@ -364,6 +365,15 @@ def test_a_folder_reads_no_file_of_another_folder(tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UsageError, match="rejected: a is in another folder, \\.\\./step"):
         dcp_folders.check(folder)
+
+
+def test_a_folder_keeps_the_precision_of_its_tensors(tmp_path):
+    layer, folder = nn.Linear(2, 2, bias=False), tmp_path / "step-0000001"
+    dcp.save({"model/weight": torch.full((2, 2), 1 / 3, dtype=torch.float64)}, checkpoint_id=folder, no_dist=True)
+    (folder / "values.json").write_text("[]")
+    state = {"model": layer, "optimizer": torch.optim.SGD(layer.parameters())}
+    content = dcp_folders.read(folder, state, functools.partial(dcp.load, no_dist=True))
+    assert content["model"]["weight"].dtype == torch.float64 and (content["model"]["weight"] == 1 / 3).all()
 
 
 @pytest.mark.parametrize(("attribute", "accepted"), [("name", True), ("value", False), (None, False)])

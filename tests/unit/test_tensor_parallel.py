@@ -85,6 +85,13 @@ def test_a_frozen_layer_that_divides_the_tokens_stays_frozen(grid):
     assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def test_each_matrix_of_the_language_model_is_split(grid):
+    model = gpt.GPT(gpt.SIZES["gpt_tiny"]._replace(tied=False), 256)
+    parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, language_TP.PLAN, grid))
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    assert len(matrices) > 9 and all(matrix.placements[0].is_shard() for matrix in matrices)
+
+
 @pytest.mark.parametrize("plan", [{"down.linear": ColwiseParallel()}, {"down.conv": ColwiseParallel()}])
 def test_that_convolutions_cannot_be_split_is_said(grid, plan):
     """torch would raise NotImplementedError."""

@@ -61,8 +61,8 @@ def test_every_script_is_run_as_its_docstring_says_on_a_task_that_is_small_enoug
     launched = {name for name in trials if any(word.startswith("torch.distributed.") for word in command(name))}
     either = {name for name in trials if name.startswith("loader")}  # one process or several
     assert {name for name, trial in trials.items() if trial.processes == 2} == launched | either
-    wings = {"language": "--windows", "detection": "--image-size"}
-    assert all(wings[name.split("/")[0]] in trial.small for name, trial in trials.items() if name.split("/")[0] in wings)
+    for wing, option in (("language/", "--windows"), ("detection/", "--image-size")):
+        assert all(option in trial.small for name, trial in trials.items() if name.startswith(wing))
     assert [trials[name].small[1] for name in ("train_amp.py", "train.py")] == ["480", "96"]
 
 
