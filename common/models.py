@@ -8,6 +8,8 @@ from .checkpoint import load_file
 from .errors import UsageError
 from .reduce import is_main_process
 
+# What wrappers add to names: DDP and AveragedModel, torch.compile, FSDP1, and activation checkpointing
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 
 
@@ -68,11 +70,16 @@ def load_weights(model: nn.Module, path: str, content: dict | None = None) -> No
     """Load the tensors in `path` that match `model` by name and shape; the main process lists all other tensors.
 
     The file is a `state_dict` or a checkpoint of any script here; for other formats, the caller passes its `content`.
-    Raises UsageError if nothing matches.
+    Names may contain WRAPPERS. Raises UsageError if nothing matches.
     """
     content = load_file("--weights", path) if content is None else content
     content = content["model"] if isinstance(content.get("model"), dict) else content
     wanted = model.state_dict()
+    wrapped = {name: plain for name in content.keys() - wanted.keys()
+               if (plain := _without_wrappers(name)) in wanted.keys() - content.keys()}
+    content = {wrapped.get(name, name): tensor for name, tensor in content.items()}
+    if wrapped and is_main_process():
+        print(f"weights {path}: removed wrappers from {len(wrapped)} names, such as {min(wrapped)}")
     taken = {name: tensor for name, tensor in content.items()
              if name in wanted and getattr(tensor, "shape", None) == wanted[name].shape}
     if not taken:
@@ -85,6 +92,10 @@ def load_weights(model: nn.Module, path: str, content: dict | None = None) -> No
                 "of a different shape": wanted.keys() & content.keys() - taken.keys()}
         rest = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
         print(f"weights {path}: loaded {len(taken)} of {len(wanted)} tensors{rest}")
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in str(name).split(".") if part not in WRAPPERS)
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:

@@ -73,3 +73,26 @@ def test_a_metric_of_another_size_is_named(metric, said):
     assert recipe.sum_metrics({"mine": lambda outputs, targets: outputs[:, :1]}, outputs, targets) == [3.0]
     with pytest.raises(UsageError, match=said):
         recipe.sum_metrics({"mine": metric}, outputs, targets)
+
+
+@pytest.mark.parametrize(("wrap", "count", "example"), [
+    (lambda name: f"_orig_mod.{name}", 12, "_orig_mod.classifier.bias"),
+    (lambda name: f"module.{name}", 12, "module.classifier.bias"),
+    (lambda name: f"_orig_mod.module.{name}", 12, "_orig_mod.module.classifier.bias"),
+    (lambda name: name.replace("features.", "features._orig_mod."), 6, "features._orig_mod.0.bias")])
+def test_weights_are_loaded_under_the_names_of_wrappers(tmp_path, capsys, wrap, count, example):
+    """Those of DDP and of torch.compile, for the whole model or a part of it."""
+    saved, model = (models.create_model("cnn", 10, (1, 28, 28)) for _ in range(2))
+    torch.save({wrap(name): tensor for name, tensor in saved.state_dict().items()}, tmp_path / "some.pt")
+    models.load_weights(model, str(tmp_path / "some.pt"))
+    assert all(map(torch.equal, saved.state_dict().values(), model.state_dict().values()))
+    assert capsys.readouterr().out.splitlines() == [
+        f"weights {tmp_path / 'some.pt'}: removed wrappers from {count} names, such as {example}",
+        f"weights {tmp_path / 'some.pt'}: loaded 12 of 12 tensors"]
+
+
+def test_a_models_own_module_keeps_its_name(tmp_path, capsys):
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
+    torch.save({"module.weight": torch.ones(2, 2), "weight": torch.zeros(2, 2)}, tmp_path / "some.pt")
+    models.load_weights(model, str(tmp_path / "some.pt"))
+    assert model["module"].weight.all() and "removed" not in capsys.readouterr().out
