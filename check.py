@@ -526,7 +526,8 @@ def count(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", help="an existing folder that all hosts should share, such as --output-dir")
+    parser.add_argument("--folder", type=os.path.expanduser,
+                        help="an existing folder that all hosts should share, such as --output-dir")
     parser.add_argument("--params", type=count,
                         help="number of parameters of your model, such as 100M, to predict how long a step waits")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a stage may take (default: 20)")

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,24 @@ noted = threading.Event()  # set by a signal that does not end the process: see 
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that reports errors in one line, shows defaults and accepts no abbreviations."""
+    """An ArgumentParser that reports errors in one line, shows defaults, expands ~ and accepts no abbreviations."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description.strip(), allow_abbrev=False, formatter_class=_HelpFormatter)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args  # a shell does not expand the ~ in --output-dir=~/runs
+        return super().parse_known_args([_expand_user(word) for word in words], namespace)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see --help)")
+
+
+def _expand_user(word: str) -> str:
+    option, equals, path = word.partition("=")
+    if option.startswith("--"):
+        return option + equals + os.path.expanduser(path)
+    return os.path.expanduser(word)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -74,7 +85,7 @@ def show(values: Mapping[str, float]) -> str:
 
 
 positive_int = _number(int, lambda value: value > 0, "a whole number above 0")
-count = _number(int, lambda value: value >= 0, "a whole number, 0 or more")
+count = _number(int, lambda value: 0 <= value < 2**64, "a whole number from 0 to 2**64 - 1")  # also for seeds
 positive = _number(float, lambda value: value > 0, "a number above 0")
 not_negative = _number(float, lambda value: value >= 0, "a number, 0 or more")
 fraction = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")

@@ -20,6 +20,8 @@ MISTAKES = {
     "train.py --lrf 1.5": ["--lrf", "'1.5'", "0 to 1"],
     "train.py --batch-size 12.5": ["--batch-size", "'12.5'"],
     "train.py --epoch 3": ["--epoch"],
+    "train.py --seed -1": ["--seed", "'-1'", "0 to 2**64 - 1"],
+    "train.py --seed 18446744073709551616": ["--seed", "'18446744073709551616'", "0 to 2**64 - 1"],
     "train.py --device warp": ["--device warp"],
     "train_grad_accum.py --accum-steps 0": ["--accum-steps", "'0'"],
     "train_DDP.py --sync-bn False": ["False"],
@@ -117,7 +119,7 @@ def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, comma
 
 
 @pytest.mark.parametrize(("kind", "taken", "refused"), [
-    (cli.positive_int, ["1", "10"], ["0", "-1", "1.5", "one"]), (cli.count, ["0", "1"], ["-1", "0.5"]),
+    (cli.positive_int, ["1", "10"], ["0", "-1", "1.5", "one"]), (cli.count, ["0", str(2**63)], ["-1", "0.5", str(2**64)]),
     (cli.positive, ["1e-30", "2"], ["0", "-1", "nan", "inf"]), (cli.not_negative, ["0", "0.1"], ["-0.1", "nan", "inf"]),
     (cli.fraction, ["0", "0.5", "1"], ["-0.01", "1.01", "nan"]), (cli.port_number, ["1", "65535"], ["0", "65536"])])
 def test_a_number_out_of_its_range_is_refused(kind, taken, refused):
@@ -125,3 +127,14 @@ def test_a_number_out_of_its_range_is_refused(kind, taken, refused):
     for text in refused:
         with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text}' is not a"):
             kind(text)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
+    """A shell expands only one that begins a word."""
+    monkeypatch.setenv("USERPROFILE" if sys.platform == "win32" else "HOME", str(tmp_path))
+    parser = cli.ArgumentParser("")
+    for option in ("--output-dir", "--data-path", "--weights", "--resume"):
+        parser.add_argument(option, type=str.upper if option == "--weights" else str)  # before a type converts it
+    args = parser.parse_args(["--output-dir=~/runs=1", "--data-path", "~", "--weights=~/a", "--resume=a~b"])
+    assert vars(args) == {"output_dir": f"{tmp_path}/runs=1", "data_path": str(tmp_path),
+                          "weights": f"{tmp_path}/a".upper(), "resume": "a~b"}
