@@ -173,7 +173,7 @@ def _has_mesh() -> bool:
 
 def _last_words(error: BaseException) -> tuple[str | None, int] | None:
     """Return (the line or None, the exit code) for an expected error, None for any other."""
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     if isinstance(error, KeyboardInterrupt):
         return _interrupted(error, rank)
     if isinstance(error, ProcessExitedException):  # in mp.spawn's parent; the failed process has already reported it

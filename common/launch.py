@@ -27,12 +27,18 @@ def launch_environment() -> dict[str, str]:
     torchrun and torch.distributed.launch set them all. In a parallel Slurm step, this function derives them from
     Slurm's variables: unless MASTER_ADDR and MASTER_PORT are set, the first host of the step is the master, and the
     port depends on the job and step numbers. Plain `python` gets a group of one process, on any free port. Raises
-    UsageError if `scontrol` cannot name the first host.
+    UsageError if only some of the variables are set, or if `scontrol` cannot name the first host.
     """
     env = os.environ
-    if "RANK" in env:
+    if env.get("RANK"):
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if not env.get(name):
+                raise UsageError(f"RANK is set, but {name} is not; use a launcher such as torchrun, which sets both")
         return {}
     if not is_slurm_task():
+        if env.get("WORLD_SIZE", "1") not in ("", "1"):
+            raise UsageError(f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set; use a launcher such as "
+                             "torchrun, which sets both, or unset WORLD_SIZE")
         return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     port = step_port(int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"]))

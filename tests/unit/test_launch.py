@@ -107,9 +107,26 @@ def test_plain_python_is_a_group_of_one_in_an_interactive_step_and_a_batch_scrip
 
 
 def test_another_launcher_has_the_last_word_under_slurm(environment):
-    environment(TASK | {"RANK": "5", "LOCAL_WORLD_SIZE": "4"})
+    environment(TASK | ALONE | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
     assert launch.launch_environment() == {}
     assert launch.local_world_size() == 4
+
+
+@pytest.mark.parametrize(("variables", "said"), [
+    ({"RANK": "0"}, "^RANK is set, but WORLD_SIZE is not; "),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, "^RANK is set, but MASTER_ADDR is not; "),
+    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "^RANK is set, but MASTER_PORT is not; "),
+    (BATCH | {"WORLD_SIZE": "2", "MASTER_ADDR": "cook1"}, "^WORLD_SIZE is 2, but RANK is not set; ")])
+def test_a_part_of_a_launchers_variables_is_refused(environment, variables, said):
+    environment(variables)
+    with pytest.raises(UsageError, match=said):
+        launch.launch_environment()
+
+
+@pytest.mark.parametrize("variables", [{"RANK": ""}, {"WORLD_SIZE": "1"}, {"MASTER_ADDR": "head"}, {"WORLD_SIZE": ""}])
+def test_variables_that_a_shell_left_empty_are_not_set(environment, variables):
+    environment(variables)
+    assert launch.launch_environment() == ALONE
 
 
 @pytest.mark.parametrize("own, total, processes, expected", [
