@@ -135,6 +135,7 @@ def report_errors() -> Iterator[None]:
     After a failure, the process exits at once, without destroying the process group, which would wait for processes
     that may wait for this one. So does a process with a device mesh when its script is done.
     """
+    _replace_closed_streams()
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
         sys.stdout.reconfigure(line_buffering=True)
@@ -160,6 +161,16 @@ def report_errors() -> Iterator[None]:
         if line:
             print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr)
         sys.exit(codes[0])
+
+
+def _replace_closed_streams() -> None:
+    """Open os.devnull for each standard stream that the shell closed, as with 2>&-: tqdm and flush() need a file.
+
+    It also occupies the stream's number, so that the C++ code of torch does not write its warnings into another file.
+    """
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _has_mesh() -> bool:

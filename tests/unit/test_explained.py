@@ -27,6 +27,8 @@ def worker_error(kind, text):
     (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. "), ["pid 71", "--workers"]),
     (RuntimeError("DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers "
                   "are out of shared memory. Please try to raise your shared memory limit."), ["shared memory limit"]),
+    (worker_error(RuntimeError, "unable to allocate shared memory(shm) for file </torch_20689_654450319_4>: No space "
+                                "left on device (28)"), ["/dev/shm is full", "--shm-size", "--workers"]),
     (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), ["71, 72"]),
     (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41"), ["lost", "the first"]),
     (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv"), ["--timeout"]),
@@ -110,3 +112,23 @@ def test_importing_common_changes_nothing_in_the_process():
     """Signal handlers stay, so asyncio shuts down on Ctrl-C. The signal on the parent's end does not change either."""
     said = good(run(PYTHON, PROGRAMS / "importing.py", env=FROM_ROOT | {"TORCHELASTIC_RUN_ID": "1"})).out
     assert said == "shut down\ninterrupted\n"
+
+
+CLOSED = """import sys
+from tqdm import tqdm
+from common import cli
+
+with cli.report_errors():
+    for number in tqdm(range(3), disable=None):
+        print(number)
+    sys.stdout.flush(), sys.stderr.flush()
+    with open(sys.argv[1], "w") as file:
+        file.write(f"{number} {file.fileno() > 2}")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows' shell closes no streams")
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_a_run_without_standard_streams_trains_and_its_files_do_not_take_their_place(tmp_path, closed):
+    result = run("sh", "-c", f'exec "$@" {closed}', "sh", PYTHON, "-c", CLOSED, tmp_path / "written", env=FROM_ROOT)
+    assert result.code == 0 and (tmp_path / "written").read_text() == "2 True"
