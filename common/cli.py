@@ -54,6 +54,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _expand_user(word: str) -> str:
+    if not word.isascii() and word != word.encode(errors="replace").decode():
+        raise UsageError(f"{word!a}: not UTF-8, which TensorBoard needs; rename the file or folder, or link to it")
     option, equals, path = word.partition("=")
     if option.startswith("--"):
         return option + equals + os.path.expanduser(path)
@@ -137,8 +139,8 @@ def report_errors() -> Iterator[None]:
     """
     _replace_closed_streams()
     end_with_launcher()
-    if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once
-        sys.stdout.reconfigure(line_buffering=True)
+    if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once; print any file name
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # mp.spawn would log the error, too
     if not _several():
         signal.signal(signal.SIGTERM, _interrupt)

@@ -228,7 +228,7 @@ def save_classes(dataset: Any, folder: Path) -> None:
     names = loading.attribute(dataset, "classes")
     if names and is_main_process():
         text = json.dumps(dict(enumerate(names)), indent=4, ensure_ascii=False)
-        Path(folder, "class_indices.json").write_text(text + "\n", encoding="utf-8")
+        Path(folder, "class_indices.json").write_text(text + "\n", "utf-8", "backslashreplace")  # names are any bytes
 
 
 def classes_and_shape(dataset: Any) -> tuple[int, tuple[int, ...]]:

@@ -1,4 +1,5 @@
 """Datasets: splits, augmentation and normalization, and the files that datasets of pairs write."""
+import json
 import multiprocessing
 import os
 import sys
@@ -311,6 +312,13 @@ class Stream(torch.utils.data.IterableDataset):
 def test_datasets_that_cannot_be_trained_on_are_refused(train, val, said):
     with pytest.raises(UsageError, match=said):
         datasets.require_samples(train, val, 4)
+
+
+def test_a_class_whose_name_is_not_utf_8_is_saved(tmp_path):
+    name = "ch\udceane"  # as os.fsdecode returns a byte of Latin-1
+    datasets.save_classes(Samples([], classes=[name, "h\xeatre"]), tmp_path)
+    text = (tmp_path / "class_indices.json").read_text("utf-8")
+    assert json.loads(text) == {"0": name, "1": "h\xeatre"} and "h\xeatre" in text
 
 
 IMAGE = torch.zeros(3, 32, 32)

@@ -132,3 +132,10 @@ with cli.report_errors():
 def test_a_run_without_standard_streams_trains_and_its_files_do_not_take_their_place(tmp_path, closed):
     result = run("sh", "-c", f'exec "$@" {closed}', "sh", PYTHON, "-c", CLOSED, tmp_path / "written", env=FROM_ROOT)
     assert result.code == 0 and (tmp_path / "written").read_text() == "2 True"
+
+
+def test_any_file_name_can_be_printed():
+    """With an encoding that lacks a character, and with a byte that is not UTF-8."""
+    program = "from common import cli\nwith cli.report_errors():\n    print('caf\\xe9', 'caf\\udce9')"
+    said = good(run(PYTHON, "-c", program, env=FROM_ROOT | {"PYTHONIOENCODING": "ascii"})).out
+    assert said == r"caf\xe9 caf\udce9" + "\n"

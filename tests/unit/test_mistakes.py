@@ -23,6 +23,7 @@ MISTAKES = {
     "train.py --seed -1": ["--seed", "'-1'", "0 to 2**64 - 1"],
     "train.py --seed 18446744073709551616": ["--seed", "'18446744073709551616'", "0 to 2**64 - 1"],
     "train.py --device warp": ["--device warp"],
+    "train.py --output-dir caf\udce9": ["'caf\\udce9'", "not UTF-8", "rename"],  # a byte of Latin-1
     "train_grad_accum.py --accum-steps 0": ["--accum-steps", "'0'"],
     "train_DDP.py --sync-bn False": ["False"],
     "train_DDP.py --backend smoke": ["--backend smoke", "gloo"],
