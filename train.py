@@ -78,7 +78,6 @@ def main(args):
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed)
     datasets.require_samples(train_set, val_set, args.batch_size)
-    datasets.save_classes(train_set, folder)
     local_batch_size = args.batch_size
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_options = loading.options(args.workers, device, train_set)
@@ -109,6 +108,7 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
 
+    datasets.save_classes(train_set, folder)
     layout = f"1 process x 1 micro-batch x {local_batch_size}"
     headline = f"{device}: batch {args.batch_size} = {layout}, lr {lr:g}, {models.size(model)} parameters"
     writer = start_log(args, start_epoch, headline)

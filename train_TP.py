@@ -140,7 +140,6 @@ def main(args):
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed)
     datasets.require_samples(train_set, val_set, args.batch_size)
-    datasets.save_classes(train_set, folder)
 
     # new # TP: the processes of a tensor group read the same samples
     grid = dist.init_device_mesh(device.type, **tensor_parallel.tp_mesh(args.tensor_parallel, device))
@@ -216,6 +215,7 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
 
+    datasets.save_classes(train_set, folder)
     # new # TP
     groups = f"{world_size} group(s) of {grid['tensor'].size()} process(es)"
     layout = f"{groups} x 1 micro-batch x {local_batch_size}"

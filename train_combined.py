@@ -159,7 +159,6 @@ def main(args):
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed)
     datasets.require_samples(train_set, val_set, args.batch_size)
-    datasets.save_classes(train_set, folder)
 
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -261,6 +260,7 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
 
+    datasets.save_classes(train_set, folder)
     # new # grad_accum
     micro_batch = local_batch_size / args.accum_steps
     layout = f"{world_size} process(es) x {args.accum_steps} micro-batches x {micro_batch:g}"

@@ -117,7 +117,6 @@ def main(args):
     # yours: the data; every epoch shuffles the samples again and drops its incomplete last batch
     train_set, val_set = datasets.create_datasets(args.dataset, args.data_path, args.seed)
     datasets.require_samples(train_set, val_set, args.batch_size)
-    datasets.save_classes(train_set, folder)
 
     # new # DDP: each process reads its share of each batch, in train.py's order
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -171,6 +170,7 @@ def main(args):
         print(f"val_loss {val_loss:.4f}  {cli.show(metrics)}")
         return
 
+    datasets.save_classes(train_set, folder)
     # new # DDP
     layout = f"{world_size} process(es) x 1 micro-batch x {local_batch_size}"
 

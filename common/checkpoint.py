@@ -11,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -95,9 +96,21 @@ def _kernel() -> str:
 def collect(state: dict[str, Any], **values: Any) -> dict[str, Any]:
     """Return the content of a checkpoint: the `state_dict()` of each object in `state`, plus `values`.
 
-    `values` must be plain Python values, so that the file loads with `weights_only=True`.
+    `values` must be plain Python values, so that the file loads with `weights_only=True`. If the model has `classes`,
+    their names, the content has them too.
     """
-    return {name: part.state_dict() for name, part in state.items()} | values
+    names = getattr(state.get("model"), "classes", None)
+    classes = {"classes": names} if isinstance(names, list) else {}
+    return {name: part.state_dict() for name, part in state.items()} | classes | values
+
+
+def other_classes(content: dict[str, Any], model: Any) -> str:
+    """Return the first class in which a checkpoint's `content` and a `model` differ, in words; "" if there is none."""
+    saved, names = content.get("classes"), getattr(model, "classes", None)
+    if not isinstance(saved, list) or not isinstance(names, list) or saved == names:
+        return ""
+    place, (old, new) = next(each for each in enumerate(zip_longest(saved, names)) if each[1][0] != each[1][1])
+    return f"its class {place} is {old!r} (of {len(saved)}), this run's is {new!r} (of {len(names)})"
 
 
 def copied(value: Any) -> Any:
@@ -222,6 +235,8 @@ def _restore(path: str | Path, checkpoint: dict[str, Any], state: dict[str, Any]
     for name in [*state, "epoch", "score", "best_score"]:
         if name not in checkpoint and name in REQUIRED:
             raise UsageError(f"--resume {path}: has no {name!r}; to load only its weights, use --weights")
+    if other := other_classes(checkpoint, state["model"]):
+        raise UsageError(f"--resume {path}: {other}; use the same classes, or load its weights with --weights")
     settings = [group.copy() for group in state["optimizer"].param_groups]
     for name, part in state.items():
         if not checkpoint.get(name):  # a disabled scaler has no state

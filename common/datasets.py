@@ -231,21 +231,24 @@ def save_classes(dataset: Any, folder: Path) -> None:
         Path(folder, "class_indices.json").write_text(text + "\n", "utf-8", "backslashreplace")  # names are any bytes
 
 
-def classes_and_shape(dataset: Any) -> tuple[int, tuple[int, ...]]:
-    """Return (number of classes, (C, H, W) of an image), from the dataset's attributes or its first sample.
+def classes_and_shape(dataset: Any) -> tuple[int | list[str], tuple[int, ...]]:
+    """Return (classes, (C, H, W) of an image), from the dataset's attributes or its first sample.
+
+    The classes are their names or, if the dataset has no names, their number.
 
     Raises UsageError if the inputs are not images or the number of classes is unknown.
     """
-    count, shape = loading.attribute(dataset, "num_classes"), loading.attribute(dataset, "image_shape")
+    count, names, shape = (loading.attribute(dataset, name) for name in ("num_classes", "classes", "image_shape"))
     if shape is None:
         first = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]
         shape = tuple(loading.collate(first)[0].shape[1:])
     if len(shape) != 3 or shape[2] <= 4 < shape[0]:  # the second test detects (H, W, C)
         raise UsageError(f"--model needs inputs of shape (C, H, W); those of this dataset are {tuple(shape)}; permute "
                          "them, or put your own model at '# yours: the model'")
-    if count is None and (names := loading.attribute(dataset, "classes")) is None:
+    if count is None and names is None:
         raise UsageError("the dataset does not specify its number of classes; set train_set.num_classes = NUMBER")
-    return count or len(names), tuple(shape)
+    named = names is not None and count in (None, len(names))
+    return list(map(str, names)) if named else count, tuple(shape)
 
 
 def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:

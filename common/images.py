@@ -54,7 +54,7 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the sorted paths of the image files below `folder`; follow symbolic links and skip what `is_hidden`.
 
     A broken link is included, so that reading the images fails instead of silently using fewer. The main process prints
-    how many files of other kinds there are. Raises UsageError for unreadable folders and link cycles.
+    how many files of other kinds there are, except texts. Raises UsageError for unreadable folders and link cycles.
     """
     others: Counter[str] = Counter()
 
@@ -65,7 +65,7 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
             if entry.is_dir():
                 yield from find(entry.path)
             elif not entry.name.lower().endswith(EXTENSIONS):
-                others[os.path.splitext(entry.name)[1].lower() or "without extension"] += 1
+                others[os.path.splitext(entry.name)[1].lower()] += 1
             elif entry.is_file() or entry.is_symlink():
                 yield entry.path
 
@@ -73,8 +73,9 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
         found = list(find(folder))
     except OSError as error:
         raise UsageError(f"{error.filename}: {reason(error)}") from None
-    if others and is_main_process():
-        print(f"{folder}: not images, so not used: {', '.join(f'{count} {kind}' for kind, count in others.items())}")
+    left = [f"{count} {kind}" for kind, count in others.items() if kind not in ("", ".txt", ".md")]  # no README
+    if left and is_main_process():
+        print(f"{folder}: files of these kinds are not used: {', '.join(left)}")
     return found
 
 

@@ -4,7 +4,7 @@ import types
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import load_file
+from .checkpoint import load_file, other_classes
 from .errors import UsageError
 from .reduce import is_main_process
 
@@ -41,13 +41,20 @@ class CNN(nn.Module):
         return self.classifier(self.hidden(self.features(images)))
 
 
-def create_model(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Module:
+def create_model(name: str, classes: int | list[str], image_shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialized.
 
+    `classes` is their number, or their names. Checkpoints of a model with names as its attribute `classes` carry them.
     The ResNets are torchvision's. For images of at most 64 pixels, the stem is a 3x3 convolution with stride 1 and no
     max-pool, as for CIFAR in He et al. 2015, arXiv:1512.03385, section 4.2. With the stem for 224 pixels, the last
     stage would see a 32x32 image as a single pixel.
     """
+    model = _create(name, classes if isinstance(classes, int) else len(classes), image_shape)
+    model.classes = classes  # type: ignore[assignment]
+    return model
+
+
+def _create(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Module:
     channels, height, _ = image_shape
     if name == "cnn":
         return CNN(num_classes, image_shape)
@@ -73,6 +80,7 @@ def load_weights(model: nn.Module, path: str, content: dict | None = None) -> No
     Names may contain WRAPPERS. Raises UsageError if nothing matches.
     """
     content = load_file("--weights", path) if content is None else content
+    other = other_classes(content, model)
     content = content["model"] if isinstance(content.get("model"), dict) else content
     wanted = model.state_dict()
     wrapped = {name: plain for name in content.keys() - wanted.keys()
@@ -91,7 +99,7 @@ def load_weights(model: nn.Module, path: str, content: dict | None = None) -> No
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
                 "of a different shape": wanted.keys() & content.keys() - taken.keys()}
         rest = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
-        print(f"weights {path}: loaded {len(taken)} of {len(wanted)} tensors{rest}")
+        print(f"weights {path}: loaded {len(taken)} of {len(wanted)} tensors{rest}{other and f'; {other}'}")
 
 
 def _without_wrappers(name: str) -> str:

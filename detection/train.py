@@ -100,7 +100,7 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    model = yolov3.create_model(args.model, train_set.num_classes, data.anchors(train_set))
+    model = yolov3.create_model(args.model, train_set.classes, data.anchors(train_set))
     if args.weights:
         yolov3.load_weights(model, args.weights)
     if args.freeze_layers:

@@ -140,7 +140,7 @@ def main(args):
     normalize = datasets.Normalize(train_set).to(device)
 
     # yours: the model
-    model = yolov3.create_model(args.model, train_set.num_classes, data.anchors(train_set))
+    model = yolov3.create_model(args.model, train_set.classes, data.anchors(train_set))
 
     # new # DDP: convert BatchNorm before freezing layers and before creating the optimizer
     model = models.sync_batchnorm(model, device) if args.sync_bn else model

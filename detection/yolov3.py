@@ -67,6 +67,7 @@ class YOLOv3(nn.Module):
     Predictions are (N, S / stride, S / stride, 3 anchors, 5 + classes): x, y, width, height, objectness, classes.
     """
 
+    classes: int | list[str]
     def __init__(self, num_classes: int, anchors: Tensor, depths: Sequence[int], width: int, pairs: int,
                  norm: Norm) -> None:
         super().__init__()
@@ -97,16 +98,21 @@ class YOLOv3(nn.Module):
         return tuple(predictions[::-1]), self.anchors
 
 
-def create_model(name: str, num_classes: int, anchors: Tensor) -> YOLOv3:
+def create_model(name: str, classes: int | list[str], anchors: Tensor) -> YOLOv3:
     """Return the network `name` (one of MODELS) with `anchors` (9, 2) in pixels, smallest area first.
 
-    "yolov3" is the paper's network. "tiny", for small images on a CPU, has GroupNorm (Wu & He 2018, arXiv:1803.08494),
-    so that processes can share a batch without changing its gradient. "tiny-bn" is "tiny" with BatchNorm.
+    `classes` is their number, or their names, which the model's checkpoints then contain. "yolov3" is the network of
+    the paper. "tiny", for small images on a CPU, has GroupNorm (Wu & He 2018, arXiv:1803.08494), so that processes can
+    share a batch without changing its gradient. "tiny-bn" is "tiny" with BatchNorm.
     """
+    num_classes = classes if isinstance(classes, int) else len(classes)
     if name == "yolov3":
-        return YOLOv3(num_classes, anchors, (1, 2, 8, 8, 4), 32, 3, nn.BatchNorm2d)
-    norm = nn.BatchNorm2d if name == "tiny-bn" else lambda channels: nn.GroupNorm(8, channels)
-    return YOLOv3(num_classes, anchors, (0, 1, 1, 1), 16, 1, norm)
+        model = YOLOv3(num_classes, anchors, (1, 2, 8, 8, 4), 32, 3, nn.BatchNorm2d)
+    else:
+        norm = nn.BatchNorm2d if name == "tiny-bn" else lambda channels: nn.GroupNorm(8, channels)
+        model = YOLOv3(num_classes, anchors, (0, 1, 1, 1), 16, 1, norm)
+    model.classes = classes
+    return model
 
 
 def _flatten(outputs: Outputs) -> tuple[Tensor, Tensor]:

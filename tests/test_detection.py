@@ -28,6 +28,7 @@ def trained(scenes, once):
 def test_trains_the_model_of_one_process(trained, name):
     """A third of the images has no box, so the processes have different numbers of boxes in each step."""
     (one, said), (several, said_too) = trained("train.py"), trained(name)
+    assert load(one / "last.pt")["classes"] == load(several / "last.pt")["classes"] == [*"0123456789"]
     assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
     assert distance(one / "last.pt", several / "last.pt") < 1e-12
     for file in ("epoch-001.pt", "last.pt"):

@@ -14,7 +14,8 @@ import torch
 from conftest import ROOT, same
 
 from common import checkpoint, models, recipe, updates
-from common.errors import ProcessError
+from common.errors import ProcessError, UsageError
+from detection import yolov3
 
 
 def make(lr=0.05, momentum=0.9, weight_decay=1e-4, epochs=10, schedule=None):
@@ -86,6 +87,30 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"resume {path}: epoch 3 is done, best score 0.5000",
         f"resume {path}: not in the checkpoint, so initialized by this run: warmup"]
+
+
+NAMED = {"classifier": lambda classes: models.create_model("cnn", classes, (1, 28, 28)),
+         "detector": lambda classes: yolov3.create_model("tiny", classes, torch.ones(9, 2))}
+
+
+@pytest.mark.parametrize("create", NAMED.values(), ids=NAMED)
+def test_a_class_is_a_name(tmp_path, capsys, create):
+    """A checkpoint of other classes is refused, though all shapes fit; its weights are loaded with a line."""
+    old = make() | {"model": create(["cat", "dog"])}
+    path = save(tmp_path / "old.pt", old, 1)
+    assert torch.load(path)["classes"] == ["cat", "dog"]
+    for classes, said in ((["dog", "kitten"], r"its class 0 is 'cat' \(of 2\), this run's is 'dog' \(of 2\)"),
+                          (["cat", "dog", "owl"], r"its class 2 is None \(of 2\), this run's is 'owl' \(of 3\)")):
+        with pytest.raises(UsageError, match=f"--resume {path}: {said}; use the same classes, or .* --weights$"):
+            checkpoint.resume(path, tmp_path, make() | {"model": create(classes)})
+    models.load_weights(create(["dog", "cat"]), path)
+    assert "; its class 0 is 'cat' (of 2), this run's is 'dog' (of 2)" in capsys.readouterr().out
+    for classes in (["cat", "dog"], 2):  # a data set without names is any
+        model = create(classes)
+        models.load_weights(model, path)
+        assert "its class" not in capsys.readouterr().out
+        assert checkpoint.other_classes(torch.load(path), model) == ""
+    assert "classes" not in checkpoint.collect({"model": create(2)})
 
 
 def test_a_scheduler_of_ones_own_is_scaled(tmp_path):

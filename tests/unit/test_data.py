@@ -110,12 +110,12 @@ def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_cou
         "ash/0.jpg", "ash/1.jpg", "ash/2.jpg", "ash/3.jpg", "oak/0.bmp", "oak/0.gif", "oak/0.jfif", "oak/0.jpe",
         "oak/0.tif", "oak/0.tiff"]
     assert capsys.readouterr().out.splitlines() == [
-        f"{folder}: not images, so not used: 1 .heic", f"{folder}: 1 images are in no class folder, so not used"]
+        f"{folder}: files of these kinds are not used: 1 .heic",
+        f"{folder}: 1 images are in no class folder, so not used"]
 
 
 @pytest.mark.parametrize(("names", "said"), [
-    (["photos/ash/0.png", "photos/oak/0.png"],
-     "--data-path: {} has only one subfolder, 'photos'; .*one per class, at least two"),
+    (["photos/ash/0.png", "photos/oak/0.png"], "--data-path: {} has only one subfolder, 'photos'; .*at least two"),
     (["train/photos/ash/0.png", "val/photos/ash/0.png"], "{}/train has only one subfolder, 'photos'; "),
     (["ash/0.png", "@eaDir/0.jpg"], "{} has only one subfolder, 'ash'; "),
     (["train/ash/0.png", "train/oak/0.png", "test/ash/0.png"], "{}: test and train are no classes; .*train and val"),
@@ -325,9 +325,10 @@ IMAGE = torch.zeros(3, 32, 32)
 
 
 @pytest.mark.parametrize(("dataset", "found"), [
-    (Samples([(IMAGE, 0)], classes=["ash", "oak"]), (2, (3, 32, 32))),  # as torchvision's have it
+    (Samples([(IMAGE, 0)], classes=["ash", "oak"]), (["ash", "oak"], (3, 32, 32))),  # as torchvision's have it
+    (Samples([(IMAGE, 0)], classes=["ash", "oak"], num_classes=3), (3, (3, 32, 32))),
     (Samples([], num_classes=7, image_shape=(1, 28, 28)), (7, (1, 28, 28))),
-    (Subset(Samples([(IMAGE, 0)], classes=["ash", "oak"]), [0]), (2, (3, 32, 32))),
+    (Subset(Samples([(IMAGE, 0)], classes=["ash", "oak"]), [0]), (["ash", "oak"], (3, 32, 32))),
     (Subset(datasets.create_datasets("digits", "", 0)[0], [0]), (10, (1, 28, 28)))])
 def test_the_classes_and_the_shape_follow_from_the_dataset(dataset, found):
     assert datasets.classes_and_shape(dataset) == found

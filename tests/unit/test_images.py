@@ -241,7 +241,7 @@ def test_only_image_files_count_through_links_too(tmp_path, capsys):
     for name in ("@eaDir", "b/__MACOSX", "lost+found", "$RECYCLE.BIN"):  # of a NAS, an archive and file systems
         (folder / name).mkdir()
         COLOR.save(folder / name / "2.jpg")
-    for name in ("readme.txt", "b/6.HEIC", "b/7.heic", "LICENSE", ".DS_Store"):
+    for name in ("readme.txt", "b/6.HEIC", "b/7.heic", "LICENSE", ".DS_Store", "c.npy"):
         (folder / name).touch()
     if hasattr(os, "mkfifo"):  # not on Windows
         os.mkfifo(folder / "pipe.jpg")
@@ -251,7 +251,7 @@ def test_only_image_files_count_through_links_too(tmp_path, capsys):
     expected = ["b/1 ä.PNG", "b/2.jpg", "broken.jpg", "folder.jpg/3.webp", "link.jpg", "linked/5.jpeg"]
     assert find_files(folder) == [str(folder / name) for name in expected]
     said, = capsys.readouterr().out.splitlines()
-    assert said == f"{folder}: not images, so not used: 1 without extension, 2 .heic, 1 .txt"
+    assert said == f"{folder}: files of these kinds are not used: 2 .heic, 1 .npy"
     find_files(folder / "linked")
     assert not capsys.readouterr().out
     (folder / "b" / "round").symlink_to(folder)

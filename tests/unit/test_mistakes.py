@@ -8,6 +8,7 @@ import zipfile
 import pytest
 import torch
 from conftest import ROOT
+from PIL import Image
 
 from common import cli, models
 
@@ -57,6 +58,8 @@ MISTAKES = {
     "train.py --resume {tmp}/void.pt": ["--resume {tmp}/void.pt", "incomplete"],
     "train.py --resume {tmp}/newer.pt": ["--resume {tmp}/newer.pt", "a newer torch"],
     "train.py --resume {tmp}/shapes.pt": ["--resume {tmp}/shapes.pt", "model", "--dataset"],
+    "train.py --resume {tmp}/birds.pt --dataset folder --data-path {tmp}/trees --batch-size 4":
+        ["--resume {tmp}/birds.pt", "'owl'", "'ash'", "--weights"],
     "train.py --weights {tmp}/text.pt": ["--weights {tmp}/text.pt", "not"],
     "train.py --resume {tmp}/code.pt": ["--resume {tmp}/code.pt", "rejected"],
     "train.py --weights {tmp}/zipped-code.pt": ["--weights {tmp}/zipped-code.pt", "rejected"]}
@@ -92,6 +95,11 @@ def folder(tmp_path_factory):
             new.writestr(entry, b"99\n" if entry.filename.endswith("/version") else old.read(entry))
     shapes = models.create_model("cnn", 3, (3, 224, 224)).state_dict()
     torch.save(resnet | {"model": shapes}, folder / "shapes.pt")
+    torch.save(resnet | {"model": shapes, "classes": ["owl", "tit"]}, folder / "birds.pt")
+    for n in range(10):
+        path = folder / "trees" / ("ash", "oak")[n % 2] / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(path)
     (folder / "code.pt").write_bytes(pickle.dumps(Code(folder / "ran"), protocol=2))
     torch.save({"model": Code(folder / "ran")}, folder / "zipped-code.pt")
     return folder
@@ -106,7 +114,7 @@ def here(alone, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, command):
+def test_a_mistake_is_named_in_one_line(here, folder, tmp_path, monkeypatch, capsys, command):
     script, *arguments = command.format(tmp=folder).split()
     # one epoch: a mistake that is not noticed would train
     monkeypatch.setattr(sys, "argv", [script, "--epochs", "1", *arguments])
@@ -116,6 +124,7 @@ def test_a_mistake_is_named_in_one_line(here, folder, monkeypatch, capsys, comma
     line, = err.splitlines()
     assert line.startswith(f"{script}: error: ") and "epoch" not in out
     assert all(part.format(tmp=folder) in line for part in MISTAKES[command]), line
+    assert not (tmp_path / "runs/class_indices.json").exists()  # which would replace an earlier run's
     assert not (folder / "ran").exists()  # no code in a checkpoint was run
 
 
