@@ -251,6 +251,17 @@ def classes_and_shape(dataset: Any) -> tuple[int | list[str], tuple[int, ...]]:
     return list(map(str, names)) if named else count, tuple(shape)
 
 
+def check_classes(where: str, names: Sequence[str]) -> None:
+    """Raise UsageError if a name is empty; the main process warns of two names that differ only in case or spaces."""
+    alike: dict[str, int] = {}
+    for place, name in enumerate(names):
+        if not name.strip():
+            raise UsageError(f"{where}: class {place} has an empty name; correct it")
+        first = alike.setdefault(name.strip().casefold(), place)
+        if first != place and is_main_process():
+            print(f"{where}: two classes are called {names[first]!r} and {name!r}; if they are one, merge them")
+
+
 def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Return (training, validation) indices: 80 % and 20 % of each class, the same in every run."""
     labels = np.asarray(labels)
@@ -305,6 +316,7 @@ def _folder(path: Path, seed: int) -> tuple[FolderDataset, FolderDataset]:
         raise UsageError(f"--data-path: {root} has {found}; --dataset folder needs one per class, at least two")
     if len(splits := [name for name in classes if name.lower() in SPLITS]) > 1:
         raise UsageError(f"--data-path {path}: {' and '.join(splits)} are no classes; call the parts train and val")
+    check_classes(f"--data-path {path}", classes)
     if split:
         unknown = set(_subfolders(path / "val")) - set(classes)
         if unknown:

@@ -23,7 +23,7 @@ from torchvision.tv_tensors import BoundingBoxes
 from torchvision.utils import draw_bounding_boxes, make_grid
 
 from common import loading
-from common.datasets import SPLIT_SEED, digits
+from common.datasets import SPLIT_SEED, check_classes, digits
 from common.errors import ProcessError, UsageError, reason
 from common.images import decode
 from common.reduce import is_main_process
@@ -54,7 +54,13 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
         return Scenes(*train_digits, 1024, image_size, seed, True), Scenes(*val_digits, 256, image_size, seed, False)
     if not Path(path).is_dir():
         raise UsageError(f"--data-path {path}: no such folder")
-    (train, known), (val, _) = (READERS[name](Path(path), part) for part in ("train", "val"))
+    (train, known), (val, other) = (READERS[name](Path(path), part) for part in ("train", "val"))
+    check_classes(f"--data-path {path}", [*known.values()])
+    if moved := [label for label in known.keys() & other.keys() if known[label] != other[label]]:
+        names = f"{known[moved[0]]!r} in train and {other[moved[0]]!r} in val"
+        raise UsageError(f"--data-path {path}: category {moved[0]} is {names}; use the same categories in both")
+    for part in train, val:
+        _require_unique(part)
     index, options = {label: place for place, label in enumerate(known)}, ([*known.values()], image_size, seed)
     return (Files([_encode(name, index, *sample) for sample in train], *options, True),
             Files([_encode(name, index, *sample) for sample in val], *options, False))
@@ -188,7 +194,8 @@ def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: 
         except (TypeError, ValueError):
             raise UsageError(f"{where}: {said} is not a box (four numbers) and a class; correct it") from None
         if label not in index:
-            raise UsageError(f"{where}: class {label} is unknown; correct it, or add it to classes.txt or categories")
+            raise UsageError(f"{where}: class {label or 'without a name'} is unknown; correct it, or add it to "
+                             "classes.txt or categories")
         if name == "coco":
             row[3:] += row[1:3]  # COCO's boxes are x, y, width, height
         elif name == "voc":
@@ -197,6 +204,15 @@ def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: 
             raise UsageError(f"{where}: box {said} has no area; correct it")
         row[0] = -1 - index[label] if ignored else index[label]
     return image, rows.astype(np.float32)
+
+
+def _require_unique(samples: Iterable[tuple]) -> None:
+    """Raise UsageError if two entries of one image have different boxes."""
+    seen: dict[Path, tuple] = {}
+    for image, where, objects in samples:
+        first, known = seen.setdefault(image, (where, objects))
+        if known != objects:
+            raise UsageError(f"{where}: {first} lists other boxes for {image}; list an image once, with all boxes")
 
 
 def _read(file: Path, parse: Callable[[str], Any] = str.splitlines) -> Any:
@@ -235,9 +251,13 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     images, where = folder / files[0].stem.removeprefix("instances_"), "the file"
     content = _read(files[0], functools.partial(json.loads, object_hook=_without_outlines))
     try:
-        known = {each["id"]: each["name"] for each in sorted(content["categories"], key=lambda each: each["id"])}
+        known = {each["id"]: str(each["name"]).strip()
+                 for each in sorted(content["categories"], key=lambda each: each["id"])}
         samples: dict[Any, tuple] = {each["id"]: (images / each["file_name"], f"{files[0]}, image {each['id']}", [])
                                      for each in content["images"]}
+        for kind, found in ("categories", known), ("images", samples):
+            if len(found) < len(content[kind]):
+                raise UsageError(f"{files[0]}: some {kind} have the same id; make the ids unique")
         for each in content["annotations"]:
             where = f"annotation {each['id']}"
             box = each["category_id"], bool(each.get("iscrowd")), *each["bbox"]
@@ -247,16 +267,26 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     return [*samples.values()], known
 
 
+def _text(file: Path, element: ElementTree.Element, path: str) -> str | None:
+    """Return the text at `path` below an element without the spaces around it; None if there is no such element."""
+    found = element.findall(path)
+    if len(found) > 1:
+        raise UsageError(f"{file}: one {element.tag} has {len(found)} times {path}; keep one")
+    return (found[0].text or "").strip() if found else None
+
+
 def _read_voc(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     samples = []
-    for line in filter(str.strip, _read(folder / "ImageSets" / "Main" / f"{part}.txt")):
-        file = folder / "Annotations" / f"{line.split()[0]}.xml"
+    for line in filter(None, map(str.strip, _read(folder / "ImageSets" / "Main" / f"{part}.txt"))):
+        file = folder / "Annotations" / f"{line}.xml"
+        if not file.is_file():  # the lists of one class have a second column
+            file = file.with_name(re.sub(r"\s+(-1|0|1)$", "", line) + ".xml")
         root = _read(file, ElementTree.fromstring)
-        objects = [(each.findtext("name"), each.findtext("difficult") == "1",
-                    *[each.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")])
+        objects = [(_text(file, each, "name"), _text(file, each, "difficult") == "1",
+                    *[_text(file, each, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")])
                    for each in root.findall("object")]
-        samples.append((folder / "JPEGImages" / root.findtext("filename", ""), str(file), objects))
-    used = {str(label) for *_, objects in samples for label, *_ in objects}
+        samples.append((folder / "JPEGImages" / (_text(file, root, "filename") or ""), str(file), objects))
+    used = {label for *_, objects in samples for label, *_ in objects if label}
     return samples, {name: name for name in _classes(folder, sorted(used))}
 
 

@@ -86,6 +86,7 @@ def annotation(number, label, *bbox, image=7, **more):
     return {"id": number, "image_id": image, "category_id": label, "bbox": [*bbox], **more}
 
 
+JSON, XML = "annotations/instances_train2017.json", "Annotations/a.xml"
 BOX = voc_object("dog", 21, 31, 60, 50)
 FILES = {  # of each set: an image with a box of class 1 and a region to ignore of class 0, and one without
     "lines": {"classes.txt": "cat\ndog\n", "train.txt": "a b.png 20,30,60,50,1\n\nempty.png\n",
@@ -138,6 +139,24 @@ def test_classes_are_those_of_the_training_part_or_of_the_file(tmp_path):
     assert train.classes == ["dog", "ant", "cat"] and train.samples[0][1][:, 0].tolist() == [0, -3]
 
 
+def test_text_is_read_without_the_spaces_around_it(tmp_path, capsys):
+    """An image of VOC may have spaces in its name, and a column of -1, 0 or 1 behind it; two names may be one class."""
+    spaced = xml(voc_object(" dog\n", " 21", "31 ", 60, 50, more="<difficult> 1 </difficult>"), file="\n a b.png ")
+    write_set(tmp_path, "voc", **{"ImageSets/Main/train.txt": "a b 1\n a b  -1 \nempty 1\nempty 1 \n",
+                                  "Annotations/a b 1.xml": spaced, "Annotations/a b.xml": xml(
+                                      voc_object("Dog", 1, 2, 3, 4), voc_object("cat", 1, 2, 3, 4), file="other.png")})
+    write_image(tmp_path / "JPEGImages/other.png")
+    train, _ = data.create_datasets("voc", tmp_path, 96, 0)
+    assert train.classes == ["Dog", "cat", "dog"] and len(train) == 4
+    assert train.samples[0][1].tolist() == [[-3, 20, 30, 60, 50]]
+    assert [sample[0].name for sample in train.samples] == ["a b.png", "other.png", "empty.png", "empty.png"]
+    said, = capsys.readouterr().out.splitlines()
+    assert said == f"--data-path {tmp_path}: two classes are called 'Dog' and 'dog'; if they are one, merge them"
+    coco_set = write_set(tmp_path / "coco", "coco", **{JSON: json.dumps(
+        coco() | {"categories": [{"id": 3, "name": " cat"}, {"id": 5, "name": "dog\n"}]})})
+    assert data.create_datasets("coco", coco_set, 96, 0)[0].classes == ["cat", "dog"]
+
+
 def test_the_path_of_an_image_may_have_spaces_and_numbers(tmp_path):
     write_set(tmp_path, "lines", **{"train.txt": "at 1,2,3,4,0 10,5 b.png  1,2,3,4,0 5,6,7e1,8.5,1"})
     write_image(tmp_path / "at 1,2,3,4,0 10,5 b.png")
@@ -154,9 +173,6 @@ def test_scenes_do_not_depend_on_the_default_type():
     finally:
         torch.set_default_dtype(torch.float32)
     assert labels.dtype == torch.float32 and equal((images, labels), expected)
-
-
-JSON, XML = "annotations/instances_train2017.json", "Annotations/a.xml"
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
@@ -180,6 +196,18 @@ JSON, XML = "annotations/instances_train2017.json", "Annotations/a.xml"
     ("coco", {JSON: json.dumps(coco(annotation(4, 6, 1, 2, 3, 4)))}, "image 7: class 6 is unknown"),
     ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3)))}, "image 7: 1,2,3,5 is not a box"),
     ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, -3, 4)))}, "image 7: box 1,2,-3,4,5 has no area"),
+    ("coco", {JSON: json.dumps(coco() | {"categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": " "}]})},
+     "class 1 has an empty name"),
+    ("coco", {JSON: json.dumps(coco() | {"categories": [{"id": 3, "name": "dog"}, {"id": 5, "name": "cat"}]})},
+     "category . is '(dog' in train and 'cat|cat' in train and 'dog)' in val; use the same"),
+    ("coco", {JSON: json.dumps(coco() | {"categories": [{"id": 3, "name": "cat"}, {"id": 3, "name": "dog"}]})},
+     "train2017.json: some categories have the same id"),
+    ("coco", {JSON: json.dumps({**coco(), "images": [{"id": 7, "file_name": "a b.png"}] * 2})},
+     "train2017.json: some images have the same id"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3, 4), images=["a b.png", "a b.png"]))},
+     "image 8: .*image 7 lists other boxes for .*/a b.png; list an image once"),
+    ("lines", {"train.txt": "a b.png 1,2,3,4,0\na b.png 5,6,7,8,1"},
+     "line 2: .*line 1 lists other boxes for .*a b.png"),
     ("coco", {JSON: json.dumps(coco(images=["c.png"]))}, "image 7: no image .*train2017/c.png"),
     ("voc", {"ImageSets/Main/val.txt": None}, "val.txt: No such file"),
     ("voc", {XML: None}, "a.xml: No such file"),
@@ -187,6 +215,12 @@ JSON, XML = "annotations/instances_train2017.json", "Annotations/a.xml"
     ("voc", {XML: xml(BOX, file="c.png")}, "a.xml: no image .*JPEGImages/c.png"),
     ("voc", {XML: xml(BOX, voc_object("cat", 1, 2, 3))}, "a.xml: 1,2,3,None,cat is not a box"),
     ("voc", {XML: xml(voc_object("cat", 5, 2, 4, 6))}, "a.xml: box 5,2,4,6,cat has no area"),
+    ("voc", {XML: xml(voc_object(" ", 5, 2, 7, 6))}, "a.xml: class without a name is unknown"),
+    ("voc", {XML: xml("<object><bndbox/></object>")}, "a.xml: .* is not a box"),
+    ("voc", {XML: xml(voc_object("cat", 1, 2, 3, 4, more="<name>dog</name>"))}, "a.xml: one object has 2 times name;"),
+    ("voc", {XML: xml(voc_object("cat", 1, 2, 3, 4, more="<bndbox><xmin>5</xmin></bndbox>"))},
+     "a.xml: one object has 2 times bndbox/xmin; keep one"),
+    ("voc", {XML: xml(BOX, "<filename>c.png</filename>")}, "a.xml: one annotation has 2 times filename"),
     ("voc", {"classes.txt": "dog"}, "a.xml: class cat is unknown; .*classes.txt")])
 def test_a_mistake_in_a_file_is_named_in_one_line(tmp_path, name, changes, said):
     folder = write_set(tmp_path, name, **changes)

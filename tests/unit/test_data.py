@@ -126,6 +126,13 @@ def test_a_folder_that_contains_no_classes_is_refused(tmp_path, names, said):
         datasets.create_datasets("folder", tmp_path, 0)
 
 
+def test_names_that_differ_only_in_case_are_two_classes_with_a_warning(tmp_path, capsys):
+    names = [f"{name}/{n}.png" for name in ("Cat", "cat ", "dog") for n in range(5)]
+    assert datasets.create_datasets("folder", write_images(tmp_path, *names), 0)[0].classes == ["Cat", "cat ", "dog"]
+    said, = capsys.readouterr().out.splitlines()
+    assert said == f"--data-path {tmp_path}: two classes are called 'Cat' and 'cat '; if they are one, merge them"
+
+
 def test_a_class_may_have_the_name_of_a_part(tmp_path):
     """A train, for example, among other vehicles."""
     names = [f"{name}/{n}.png" for name in ("bus", "train") for n in range(5)]
