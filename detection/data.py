@@ -5,6 +5,7 @@ The datasets return whole batches, like those of `common/datasets.py`: `uint8` i
 that image. Class `-1 - c` marks a region to ignore: its objects of class c are not labeled one by one (COCO's crowds)
 or are too difficult (VOC). Detections in such a region count neither as correct nor as wrong.
 """
+import contextlib
 import functools
 import json
 import random
@@ -17,6 +18,7 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes
@@ -25,7 +27,7 @@ from torchvision.utils import draw_bounding_boxes, make_grid
 from common import loading
 from common.datasets import SPLIT_SEED, check_classes, digits
 from common.errors import ProcessError, UsageError, reason
-from common.images import decode
+from common.images import ORIENTATION, decode
 from common.reduce import is_main_process
 
 DATASETS = ["scenes", "lines", "coco", "voc"]
@@ -44,8 +46,9 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
     - "voc": names in ImageSets/Main/PART.txt, Annotations/NAME.xml, and images in JPEGImages.
 
     classes.txt may name the classes of "lines" and "voc", one per line; otherwise, all classes must occur in train.
-    Raises UsageError, naming the file and, if possible, the line, for missing or malformed files, unknown classes and
-    boxes without area.
+    Raises UsageError, naming the file and, if possible, the line, for missing or malformed files, unknown classes,
+    boxes without area and boxes in fractions of the image. Prints how many boxes reach outside their images. Reading an
+    image raises ProcessError if its boxes are for another size, which "coco" and "voc" declare.
     """
     if image_size % 32:
         raise UsageError(f"--image-size {image_size}: not a multiple of 32")
@@ -62,8 +65,11 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
     for part in train, val:
         _require_unique(part)
     index, options = {label: place for place, label in enumerate(known)}, ([*known.values()], image_size, seed)
-    return (Files([_encode(name, index, *sample) for sample in train], *options, True),
-            Files([_encode(name, index, *sample) for sample in val], *options, False))
+    train, val = ([_encode(name, index, *sample) for sample in part] for part in (train, val))
+    if is_main_process():
+        for title, part in ("train", train), ("val", val):
+            _report_outside(f"--data-path {path}: {title}", part)
+    return Files(train, *options, True), Files(val, *options, False)
 
 
 class BoxDataset:
@@ -137,6 +143,9 @@ def _overlap(box: Sequence[int], other: Sequence[int]) -> float:
     return max(width, 0) * max(height, 0) / min(areas)
 
 
+Sample = tuple[Path, np.ndarray, tuple[int, int] | None]  # an image, its rows (m, 5), its declared width and height
+
+
 class Files(BoxDataset):
     """Image files with boxes, decoded on access. In validation, images are letterboxed.
 
@@ -145,7 +154,7 @@ class Files(BoxDataset):
     dropped.
     """
 
-    def __init__(self, samples: list[tuple[Path, np.ndarray]], classes: list[str], image_size: int, *rest: Any) -> None:
+    def __init__(self, samples: list[Sample], classes: list[str], image_size: int, *rest: Any) -> None:
         super().__init__(len(samples), classes, image_size, *rest)
         self.samples = samples
         self.transform = v2.Compose([
@@ -154,18 +163,24 @@ class Files(BoxDataset):
             v2.SanitizeBoundingBoxes()])
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
-        image = decode(self.samples[index][0])
+        path, boxes, declared = self.samples[index]
+        image = decode(path)
         height, width = image.shape[1:]
-        rows = torch.from_numpy(self.samples[index][1]).clone()
+        # boxes that do not fit the declared size are not made for it: then, the declaration is wrong
+        if declared and max(abs(declared[0] - width), abs(declared[1] - height)) > 1 and len(boxes) and not _outside(
+                boxes, declared).any():
+            raise ProcessError(f"{path}: {width}x{height} pixels, but its boxes are for {declared[0]}x{declared[1]}; "
+                               "scale the boxes, or correct the declared size")
+        rows = torch.from_numpy(boxes).clone()
         rows[:, 1:] = rows[:, 1:].clamp(min=0).minimum(torch.tensor([width, height, width, height]))
         rows = rows[(rows[:, 1:3] < rows[:, 3:]).all(1)]
         if not self.train:
             return letterbox(image, rows, self.image_size)
-        boxes = BoundingBoxes(rows[:, 1:], format="XYXY", canvas_size=(height, width))
+        canvas = BoundingBoxes(rows[:, 1:], format="XYXY", canvas_size=(height, width))
         with torch.random.fork_rng(devices=[]):
             seed = loading.seed(self.seed, int(self.epoch), index)
             torch.default_generator.manual_seed(seed)  # seeds only the CPU's generator
-            parts = self.transform({"image": image, "boxes": boxes, "labels": rows[:, :1]})
+            parts = self.transform({"image": image, "boxes": canvas, "labels": rows[:, :1]})
         return parts["image"], torch.cat([parts["labels"], parts["boxes"].as_subclass(Tensor)], 1)
 
 
@@ -182,17 +197,20 @@ def letterbox(image: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return image, rows * scale + rows.new_tensor([0, *[left, top] * 2])
 
 
-def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: list) -> tuple[Path, np.ndarray]:
-    """Check an image and its `objects`, each (class, ignored, *box); return the path and the rows, `float32` (m, 5)."""
+def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: list, *size: Any) -> Sample:
+    """Check an image and its `objects`, each (class, ignored, *box); `size` is its declared width and height."""
     if not image.is_file():
         raise UsageError(f"{where}: no image {image}; correct the name or add the file")
     rows = np.zeros((len(objects), 5))
-    for row, (label, ignored, *box) in zip(rows, objects):
-        said = ",".join(map(str, [*box, label]))
+    shown = [",".join(map(str, [*box, label])) for label, _, *box in objects]
+    for row, (_, _, *box), said in zip(rows, objects, shown):
         try:
             row[1:] = list(map(float, box))
         except (TypeError, ValueError):
             raise UsageError(f"{where}: {said} is not a box (four numbers) and a class; correct it") from None
+    if ((rows >= 0) & (rows <= 1)).all() and (rows % 1).any():
+        raise UsageError(f"{where}: box {shown[0]} is in fractions of the image; multiply by its width and height")
+    for row, (label, ignored, *_), said in zip(rows, objects, shown):
         if label not in index:
             raise UsageError(f"{where}: class {label or 'without a name'} is unknown; correct it, or add it to "
                              "classes.txt or categories")
@@ -203,13 +221,38 @@ def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: 
         if not (row[1:3] < row[3:]).all():
             raise UsageError(f"{where}: box {said} has no area; correct it")
         row[0] = -1 - index[label] if ignored else index[label]
-    return image, rows.astype(np.float32)
+    declared = None
+    with contextlib.suppress(TypeError, ValueError):  # some programs write no size, or 0
+        width, height = (int(float(side)) for side in size)
+        declared = (width, height) if width > 0 and height > 0 else None
+    return image, rows.astype(np.float32), declared
+
+
+def _outside(rows: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Return which boxes reach outside an image of this width and height by more than a pixel."""
+    beyond = (rows[:, 1:3] < -1) | (rows[:, 3:] > np.add(size, 1))
+    return beyond[:, 0] | beyond[:, 1]
+
+
+def _report_outside(title: str, samples: list[Sample]) -> None:
+    """Print how many boxes reach outside their images; read the sizes that are not declared from the files."""
+    count, first = 0, None
+    for path, rows, size in samples:
+        with contextlib.suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # decode() reports it
+            if size is None and len(rows):
+                with Image.open(path) as image:
+                    size = image.size[::-1] if image.getexif().get(ORIENTATION) in (5, 6, 7, 8) else image.size
+        if size and (outside := _outside(rows, size).sum()):
+            count, first = count + outside, first or path
+    if count:
+        boxes = sum(len(rows) for _, rows, _ in samples)
+        print(f"{title}: {count} of {boxes} boxes reach outside their images and are clipped or dropped; first {first}")
 
 
 def _require_unique(samples: Iterable[tuple]) -> None:
     """Raise UsageError if two entries of one image have different boxes."""
     seen: dict[Path, tuple] = {}
-    for image, where, objects in samples:
+    for image, where, objects, *_ in samples:
         first, known = seen.setdefault(image, (where, objects))
         if known != objects:
             raise UsageError(f"{where}: {first} lists other boxes for {image}; list an image once, with all boxes")
@@ -253,7 +296,8 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     try:
         known = {each["id"]: str(each["name"]).strip()
                  for each in sorted(content["categories"], key=lambda each: each["id"])}
-        samples: dict[Any, tuple] = {each["id"]: (images / each["file_name"], f"{files[0]}, image {each['id']}", [])
+        samples: dict[Any, tuple] = {each["id"]: (images / each["file_name"], f"{files[0]}, image {each['id']}", [],
+                                                each.get("width"), each.get("height"))
                                      for each in content["images"]}
         for kind, found in ("categories", known), ("images", samples):
             if len(found) < len(content[kind]):
@@ -285,8 +329,9 @@ def _read_voc(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
         objects = [(_text(file, each, "name"), _text(file, each, "difficult") == "1",
                     *[_text(file, each, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")])
                    for each in root.findall("object")]
-        samples.append((folder / "JPEGImages" / (_text(file, root, "filename") or ""), str(file), objects))
-    used = {label for *_, objects in samples for label, *_ in objects if label}
+        samples.append((folder / "JPEGImages" / (_text(file, root, "filename") or ""), str(file), objects,
+                        _text(file, root, "size/width"), _text(file, root, "size/height")))
+    used = {label for _, _, objects, *_ in samples for label, *_ in objects if label}
     return samples, {name: name for name in _classes(folder, sorted(used))}
 
 

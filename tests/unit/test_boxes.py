@@ -139,6 +139,48 @@ def test_classes_are_those_of_the_training_part_or_of_the_file(tmp_path):
     assert train.classes == ["dog", "ant", "cat"] and train.samples[0][1][:, 0].tolist() == [0, -3]
 
 
+def write_declared(folder, name, size, box=(20, 30, 60, 50)):
+    """Write a set whose training image of 100 x 80 pixels has this declared size and this box; return the image."""
+    if name == "voc":
+        sides = f"<size><width>{size[0]}</width><height>{size[1]}</height></size>"
+        write_set(folder, "voc", **{XML: xml(sides, voc_object("dog", *box), voc_object("cat", 1, 1, 9, 9))})
+    else:
+        content = coco(annotation(1, 5, *box[:2], box[2] - box[0], box[3] - box[1]), images=["a b.png"])
+        content["images"][0] |= {"width": size[0], "height": size[1]}
+        write_set(folder, "coco", **{JSON: json.dumps(content)})
+    return data.create_datasets(name, folder, 96, 0)[0]
+
+
+@pytest.mark.parametrize("name", ["coco", "voc"])
+def test_boxes_for_another_size_are_refused(tmp_path, capsys, name):
+    """The image was resized, or turned. A wrong size is harmless if the boxes do not fit it; so is one of 0."""
+    for number, size in enumerate([(200, 160), (80, 100), (100, 82), (64, 51)]):
+        train = write_declared(tmp_path / str(number), name, size)
+        with pytest.raises(ProcessError, match=f"a b.png: 100x80 pixels, but its boxes are for {size[0]}x{size[1]}; "):
+            train[0]
+    for number, size in enumerate([(100, 80), (101, 79), (0, 0), ("", ""), (50, 40)], 4):
+        assert write_declared(tmp_path / str(number), name, size)[0][1].shape[1] == 6
+    assert capsys.readouterr().out.count("1 of 1 boxes reach" if name == "coco" else "train: 1 of 2 boxes reach") == 1
+
+
+def test_boxes_outside_of_their_images_are_counted(tmp_path, capsys):
+    """By more than a pixel. Without a declared size, the file's counts, upright."""
+    (tmp_path / "lines").mkdir()
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (100, 80)).save(tmp_path / "lines/turned.jpg", exif=turned)
+    write_set(tmp_path / "lines", "lines", **{
+        "train.txt": "a b.png -1,-0.5,60,50,1 90,5,103,20,0 200,5,300,20,0\nturned.jpg 0,0,81,101,0 0,0,83,9,0",
+        "val.txt": "a b.png 20,30,60,50,1"})
+    data.create_datasets("lines", tmp_path / "lines", 96, 0)
+    said, = capsys.readouterr().out.splitlines()
+    assert said == (f"--data-path {tmp_path}/lines: train: 3 of 5 boxes reach outside their images and are clipped or "
+                    f"dropped; first {tmp_path}/lines/a b.png")
+    for name in ("coco", "voc"):
+        write_declared(tmp_path / name, name, (100, 80), (20, 30, 120, 50))
+        assert f"{tmp_path}/{name}: train: 1 of " in capsys.readouterr().out.splitlines()[0]
+
+
 def test_text_is_read_without_the_spaces_around_it(tmp_path, capsys):
     """An image of VOC may have spaces in its name, and a column of -1, 0 or 1 behind it; two names may be one class."""
     spaced = xml(voc_object(" dog\n", " 21", "31 ", 60, 50, more="<difficult> 1 </difficult>"), file="\n a b.png ")
@@ -150,7 +192,7 @@ def test_text_is_read_without_the_spaces_around_it(tmp_path, capsys):
     assert train.classes == ["Dog", "cat", "dog"] and len(train) == 4
     assert train.samples[0][1].tolist() == [[-3, 20, 30, 60, 50]]
     assert [sample[0].name for sample in train.samples] == ["a b.png", "other.png", "empty.png", "empty.png"]
-    said, = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out.splitlines()[0]
     assert said == f"--data-path {tmp_path}: two classes are called 'Dog' and 'dog'; if they are one, merge them"
     coco_set = write_set(tmp_path / "coco", "coco", **{JSON: json.dumps(
         coco() | {"categories": [{"id": 3, "name": " cat"}, {"id": 5, "name": "dog\n"}]})})
@@ -160,7 +202,7 @@ def test_text_is_read_without_the_spaces_around_it(tmp_path, capsys):
 def test_the_path_of_an_image_may_have_spaces_and_numbers(tmp_path):
     write_set(tmp_path, "lines", **{"train.txt": "at 1,2,3,4,0 10,5 b.png  1,2,3,4,0 5,6,7e1,8.5,1"})
     write_image(tmp_path / "at 1,2,3,4,0 10,5 b.png")
-    [(path, rows)] = data.create_datasets("lines", tmp_path, 96, 0)[0].samples
+    [(path, rows, _)] = data.create_datasets("lines", tmp_path, 96, 0)[0].samples
     assert path.name == "at 1,2,3,4,0 10,5 b.png" and rows.tolist() == [[0, 1, 2, 3, 4], [1, 5, 6, 70, 8.5]]
 
 
@@ -208,6 +250,10 @@ def test_scenes_do_not_depend_on_the_default_type():
      "image 8: .*image 7 lists other boxes for .*/a b.png; list an image once"),
     ("lines", {"train.txt": "a b.png 1,2,3,4,0\na b.png 5,6,7,8,1"},
      "line 2: .*line 1 lists other boxes for .*a b.png"),
+    *[("lines", {"train.txt": f"a b.png {box},0"}, f"line 1: box {box},0 is in fractions of the image; multiply")
+      for box in ("0.1,0.2,0.5,1", "0.5,0.5,0.2,0.3")],  # corners; center and size
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 0.5, 0.5, 0.3, 0.4)))}, "image 7: box .* fractions of the image"),
+    ("voc", {XML: xml(voc_object("cat", 0.5, 0.25, 0.75, 1))}, "a.xml: box .* fractions of the image"),
     ("coco", {JSON: json.dumps(coco(images=["c.png"]))}, "image 7: no image .*train2017/c.png"),
     ("voc", {"ImageSets/Main/val.txt": None}, "val.txt: No such file"),
     ("voc", {XML: None}, "a.xml: No such file"),
