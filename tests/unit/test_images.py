@@ -23,15 +23,45 @@ TURNED = Image.Exif()
 TURNED[0x0112] = 6  # a quarter turn
 
 
-def write_png(path, size, colour_type, samples):
-    """Write a PNG of 16 bits a sample (neither PIL nor torchvision does); `samples` fill it, or claim to."""
+def write_png(path, size, colour_type, samples, bits=16, extra=None):
+    """Write a PNG of 16 bits a sample (PIL does not), or of the given bits; `samples` fill it, or claim to.
+
+    `extra` is (type, content) of one more chunk.
+    """
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", *size, 16, colour_type, 0, 0, 0)
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows))
+    def pack(row):
+        if bits == 16:
+            return row.astype(">u2").tobytes()
+        return np.packbits(np.unpackbits(row.astype(np.uint8).reshape(-1, 1), axis=1)[:, -bits:]).tobytes()
+
+    header = struct.pack(">IIBBBBB", *size, bits, colour_type, 0, 0, 0)
+    rows = b"".join(b"\0" + pack(row) for row in samples)
+    more = chunk(*extra) if extra else b""
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + more + chunk(b"IDAT", zlib.compress(rows))
                      + chunk(b"IEND", b""))
+
+
+def append(path, write, more):
+    """Write an image and bytes behind it, as phones do."""
+    write(path)
+    path.write_bytes(path.read_bytes() + more)
+
+
+def without_adobe(path):
+    """Write a CMYK JPEG without the marker by which Adobe says that its values are inverted."""
+    COLOR.convert("CMYK").save(path, quality=95)
+    content = path.read_bytes()
+    place = content.find(b"\xff\xee")
+    if place > 0:
+        path.write_bytes(content[:place] + content[place + 2 + struct.unpack_from(">H", content, place + 2)[0]:])
+
+
+def orientation(turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    return exif
 
 
 def with_alpha(image):
@@ -62,6 +92,26 @@ KINDS = {  # name: how to write it
     "colour.jfif": partial(COLOR.save, quality=95), "colour.jpe": partial(COLOR.save, quality=95),
     "one pixel.png": PIXEL.save, "one pixel.jpg": PIXEL.save,
     "Käfer und 图像.jpg": COLOR.save}
+RARE = {  # more of every model of color, depth and orientation
+    **{f"orientation {turn}.{kind}": partial(COLOR.save, exif=orientation(turn), **options) for turn in range(1, 9)
+       for kind, options in {"webp": {"lossless": True}, "png": {}, "jpg": {"quality": 95}}.items()},
+    **{f"grey of {bits} bits.png": partial(write_png, size=(120, 90), colour_type=0, bits=bits,
+                                           samples=(X + Y) * (2**bits - 1) // 210) for bits in (1, 2, 4)},
+    "palette of 16.png": COLOR.quantize(16).save,
+    "palette with alpha.png": partial(COLOR.quantize(16).save, transparency=bytes([0, 128, *[255] * 14])),
+    **{f"{kind.decode()}.png": partial(write_png, size=(120, 90), colour_type=2, bits=8, samples=np.array(COLOR),
+                                       extra=(kind, content)) for kind, content in {
+        b"tRNS": bytes(6), b"gAMA": struct.pack(">I", 100_000), b"sBIT": bytes([5, 6, 5])}.items()},
+    "profile.png": partial(COLOR.save, icc_profile=b"x" * 200),
+    "grey with alpha.webp": partial(with_alpha(COLOR.convert("LA")).save, lossless=True),
+    "a GIF with a transparent colour.png": partial(COLOR.quantize(32).save, format="GIF", transparency=0),
+    "bytes behind.png": partial(append, write=COLOR.save, more=b"garbage" * 30),
+    "bytes behind.jpg": partial(append, write=partial(COLOR.save, quality=95), more=bytes(700) + b"SEFH"),
+    "no Adobe cmyk.jpg": without_adobe, "RGB.jpg": partial(COLOR.save, quality=95, keep_rgb=True),
+    "411.jpg": partial(COLOR.save, quality=95, subsampling="4:1:1"),
+    "comment.jpg": partial(COLOR.save, quality=95, comment=b"c" * 5000),
+    "restarts.jpg": partial(COLOR.save, quality=95, restart_marker_blocks=3),
+    "a row.jpg": partial(COLOR.crop((0, 0, 120, 1)).save, quality=95), "a column.png": COLOR.crop((0, 0, 1, 90)).save}
 DEEP_KINDS = {"grey": (0, [0]), "colour": (2, [0, 1, 2]), "grey with alpha": (4, [0, 3]), "alpha": (6, [0, 1, 2, 3])}
 
 
@@ -72,16 +122,18 @@ def decoder(request, monkeypatch):
         monkeypatch.setattr("common.images.decode_image", decode_with_torchvision)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")  # PIL says so when the test converts one
+@pytest.mark.parametrize("name", KINDS | RARE)
 def test_pixels_are_those_of_pil(tmp_path, name, decoder):
     path = tmp_path / name
-    KINDS[name](path)
+    (KINDS | RARE)[name](path)
     with Image.open(path) as image:
         expected = np.array(ImageOps.exif_transpose(image).convert("RGB") if "damaged" not in name
                             else image.convert("RGB"))
     pixels = decode(path)
     assert pixels.dtype == torch.uint8 and pixels.shape == (3, *expected.shape[:2])
-    assert expected.shape[:2] == ((120, 90) if "turned" in name else (1, 1) if "pixel" in name else (90, 120))
+    if name in KINDS:
+        assert expected.shape[:2] == ((120, 90) if "turned" in name else (1, 1) if "pixel" in name else (90, 120))
     difference = np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected)
     assert difference.max() <= (3 if path.suffix in (".jpg", ".jpeg", ".jpe", ".jfif") else 0)
 
