@@ -17,6 +17,7 @@ A dataset may have these attributes; the scripts also find them inside torch's S
 - `num_classes` or `classes`, and `image_shape`, for the models in `common/models.py`.
 - `most_workers`, the largest useful number of loader workers.
 """
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -289,14 +290,22 @@ def _fake(count: int, seed: int) -> tuple[Tensor, Tensor]:
 def _torchvision(kind: str, name: str, path: str | Path) -> list[tuple[Tensor, Tensor]]:
     from torchvision import datasets  # not at the top: importing torchvision takes half a second
 
+    def read(download: bool) -> list[Any]:
+        return [getattr(datasets, kind)(path, train=train, download=download) for train in (True, False)]
+
+    lock, sets = Path(path, f".{name}.lock"), None
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with FileLock(Path(path, f".{name}.lock")):  # one process downloads; the others wait, then find the files
-            sets = [getattr(datasets, kind)(path, train=train, download=True) for train in (True, False)]
+        if not lock.exists() or not os.access(path, os.W_OK):  # no process downloads: write nothing into a whole set
+            with contextlib.suppress(RuntimeError):  # not found
+                sets = read(download=False)
+        if not sets:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            with FileLock(lock):  # one process downloads; the others wait, then find the files
+                sets = read(download=True)
     except (URLError, RuntimeError) as error:
         raise UsageError(f"--dataset {name}: not in --data-path {path}; download failed ({reason(error)})") from None
     except OSError as error:
-        raise UsageError(f"--data-path {path}: {reason(error)}") from None
+        raise UsageError(f"--data-path {path}: cannot read or download {name}: {reason(error)}") from None
     return [(_channels_first(part.data), torch.as_tensor(part.targets)) for part in sets]
 
 

@@ -180,6 +180,8 @@ def create_once(folder: Path, fill: Callable[[Path], object]) -> None:
     `folder` appears when it is complete.
     """
     draft = folder.with_name(f".{folder.name}.draft")
+    if folder.is_dir():  # the folder around it may be read-only
+        return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):

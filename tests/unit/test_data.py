@@ -303,6 +303,27 @@ def test_statistics_of_other_channels_are_refused():
         normalize(BYTES[:, :1])
 
 
+def test_nothing_is_written_into_a_folder_that_needs_no_download(tmp_path):
+    """It may be read-only, and then not even a lock can be written."""
+    raw = tmp_path / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for part, count in ("train", 6), ("t10k", 2):
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3, 0, 0, 0, count, 0, 0, 0, 28, 0, 0, 0, 28])
+                                                        + bytes(range(count)) * 784)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, count, *range(count)]))
+    tmp_path.chmod(0o555)
+    train, val = datasets.create_datasets("mnist", tmp_path, 0)
+    assert train.labels.tolist() == [*range(6)] and val.images.shape == (2, 1, 28, 28)
+    assert [path.name for path in tmp_path.iterdir()] == ["MNIST"]
+
+
+def test_samples_that_exist_are_not_created_again(tmp_path):
+    (tmp_path / "pairs").mkdir()
+    tmp_path.chmod(0o555)
+    pairs.create_once(tmp_path / "pairs", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs"]
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(100))
