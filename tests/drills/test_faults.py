@@ -80,6 +80,25 @@ def test_runs_at_the_same_time(tmp_path, photos):
             assert (tmp_path / str(number) / "class_indices.json").stat().st_size
 
 
+@pytest.mark.parametrize("command", [
+    [PYTHON, "train_mp.py"], [*TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", "--nproc-per-node=2",
+                              "train_DDP.py"]], ids=["mp", "torchrun"])
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path, command):
+    with Live("nohup", *command, *LONG, "--output-dir", tmp_path) as live:
+        live.wait_for("^epoch +1/")
+        live.process.send_signal(signal.SIGHUP)
+        seen = sum(line.startswith("epoch") for line in live.out)
+        live.wait_for(f"^epoch +{seen + 5}/")
+
+
+def test_torchrun_ends_on_the_signal_of_a_closed_terminal_even_under_nohup(tmp_path):
+    """If this fails, docs/operations.md need no longer name --signals-to-handle."""
+    with Live("nohup", *STARTS["torchrun"], *LONG, "--output-dir", tmp_path) as live:
+        live.wait_for("^epoch +1/")
+        live.process.send_signal(signal.SIGHUP)
+        assert live.end(60) and "got signal: 1" in live.said()
+
+
 @AS_ROOT
 def test_a_full_shared_memory_is_named(tmp_path):
     """As with Docker's 64 MB: a worker has no room for its batch."""
