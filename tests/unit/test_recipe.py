@@ -1,4 +1,6 @@
 """Metrics, schedule, updates, compilation and the options of train_combined.py, tested in this process."""
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,6 +110,17 @@ def test_powersgd_would_keep_an_overflow():
     """The script rejects it before it changes the model."""
     with pytest.raises(errors.UsageError, match="--compress powersgd: not with --precision fp16"):
         combined.compress(None, "powersgd", scaled=True)
+
+
+def test_a_trace_has_five_steps_after_the_first_five(tmp_path, monkeypatch):
+    monkeypatch.setattr("atexit.register", lambda *_: None)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    combined.trace(tmp_path, torch.device("cpu"), optimizer, rank=3)
+    for step in range(1, 13):
+        with torch.profiler.record_function(f"step number {step}"):
+            optimizer.step()
+    seen = set(map(int, re.findall(r"step number (\d+)", (tmp_path / "trace-3.json").read_text())))
+    assert seen == {6, 7, 8, 9, 10}
 
 
 class Block(torch.nn.Module):

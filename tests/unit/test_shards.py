@@ -3,11 +3,13 @@ import enum
 import functools
 import json
 import pickle
+from concurrent.futures import Future
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -15,7 +17,7 @@ from torch.torch_version import TorchVersion
 
 from benchmarks.memory import Storages
 from common import clipping, dcp_folders, layers, models, pipeline, replay, shards
-from common.errors import UsageError
+from common.errors import ProcessError, UsageError
 
 TORCH = TorchVersion(torch.__version__)
 
@@ -220,6 +222,13 @@ def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
     assert not weights.whole and not weights.recorder
 
 
+def test_loaded_statistics_are_kept(group):
+    model, weights = replay.outline(nn.BatchNorm1d, 2)
+    models.load_weights(model, "weights.pt", {"running_mean": torch.full((2,), 7.0)})
+    shards.fill(model, weights, torch.device("cpu"))
+    assert (model.running_mean == 7).all() and (model.running_var == 1).all() and (model.weight == 1).all()
+
+
 def test_a_model_that_two_processes_draw_differently_is_that_of_rank_0(group, monkeypatch):
     monkeypatch.setattr(replay, "agree", lambda calls: False)
     _, weights = replay.outline(CREATE["cnn"])
@@ -230,10 +239,12 @@ def test_a_shard_does_not_lean_on_the_file(group):
     mesh = init_device_mesh("cpu", (1,))
     own = [DTensor.from_local(torch.zeros(2), mesh, [place]) for place in (Shard(0), Replicate())]
     saved = {"0": torch.ones(2), "1": torch.ones(2)}
-    taken = shards.take(nn.ParameterList(own), saved)
-    for tensor in saved.values():
+    model, states = nn.ParameterList(own), {"step": torch.ones(())}
+    taken = shards.take(model, saved)
+    kept = shards.take(torch.optim.AdamW(model), {"state": {0: states}, "param_groups": []})["state"][0]
+    for tensor in [*saved.values(), *states.values()]:
         tensor.zero_()
-    assert all(tensor.to_local().all() for tensor in taken.values())
+    assert all(tensor.to_local().all() for tensor in taken.values()) and kept["step"] == 1
 
 
 def test_a_layer_drawn_twice_is_held_once(group):
@@ -257,6 +268,8 @@ def test_small_blocks_join_the_roots_unit_and_the_last_block_keeps_its_weights(n
     assert (len(found), len(each)) == (blocks, units)
     assert [reshard for _, reshard in each] == [True] * (units - 1) + [False]
     assert not any(reshard for _, reshard in shards.units(found, False))
+    small = nn.Linear(2, 2)  # joins the root's unit, so the block before it is the last one
+    assert [reshard for _, reshard in shards.units([*found, small], True)] == [reshard for _, reshard in each]
 
 
 def encoder_layer():
@@ -353,6 +366,13 @@ def test_a_folder_whose_file_lacks_its_last_byte_is_incomplete(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UsageError, match=f"incomplete: {file.name} is too short"):
         dcp_folders.check(folder)
+
+
+def test_a_save_that_failed_ends_the_run():
+    saving = Future()
+    saving.set_exception(CheckpointException("", {1: (OSError(28, "No space left on device"), None)}))
+    with pytest.raises(ProcessError, match="^cannot save: No space left on device; earlier folders are intact"):
+        dcp_folders.wait(saving)
 
 
 def test_a_folder_reads_no_file_of_another_folder(tmp_path):

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train_TP
 from common import clipping, models, tensor_parallel
 from common.errors import UsageError
-from language import context, gpt, stages
+from language import context, gpt, sequence, stages
 from language import train_TP as language_TP
 
 
@@ -90,6 +90,13 @@ def test_each_matrix_of_the_language_model_is_split(grid):
     parallelize_module(model, grid["tensor"], tensor_parallel.check_plan(model, language_TP.PLAN, grid))
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     assert len(matrices) > 9 and all(matrix.placements[0].is_shard() for matrix in matrices)
+
+
+def test_a_loss_is_summed_over_the_parts_of_the_vocabulary(grid):
+    outputs, targets = DTensor.from_local(torch.ones(2, 3, 4), grid["tensor"], [Shard(2)]), torch.ones(2, 3)
+    with CommDebugMode() as counted:
+        loss = sequence.whole(lambda outputs, targets: outputs.sum())(outputs, targets)
+    assert not isinstance(loss, DTensor) and counted.get_total_counts() == 1
 
 
 @pytest.mark.parametrize("plan", [{"down.linear": ColwiseParallel()}, {"down.conv": ColwiseParallel()}])
