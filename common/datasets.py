@@ -37,9 +37,6 @@ from . import loading
 from .errors import UsageError, reason
 from .reduce import is_main_process
 
-SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}  # names of parts
-SPLIT_SEED = 0  # for splitting datasets that have no validation set; does not depend on --seed
-
 
 class Kind(NamedTuple):
     """A kind of dataset. `mean` and `std` are computed over the training set, per channel, for pixels in [0, 1]."""
@@ -70,7 +67,9 @@ def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
     """
     kind = DATASETS[name]
     if name == "folder":
-        return _folder(Path(path), seed)
+        from .image_folder import create_datasets as of_folder  # not at the top: importing torchvision takes long
+
+        return of_folder(Path(path), kind.mean, kind.std, seed)
     if kind.torchvision:
         train, val = _torchvision(kind.torchvision, name, path)
     else:
@@ -123,52 +122,6 @@ class ArrayDataset:
         images = windows[torch.arange(len(indices)), :, top, left]
         images[flip] = images[flip].flip(-1)
         return images
-
-
-class FolderDataset:
-    """Labeled image files, decoded on access: batches of images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
-
-    With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training;
-    without, it resizes the image to 256 pixels and crops its center. Raises ProcessError if a file cannot be decoded.
-    """
-
-    mean, std = DATASETS["folder"][1:3]
-    image_shape = (3, 224, 224)
-
-    def __init__(self, samples: list[tuple[str, int]], classes: list[str], seed: int, augment: bool = False) -> None:
-        # Arrays, not lists: workers would update a list's reference counts, which copies its memory page by page
-        self.paths = np.array([os.fsencode(path) for path, _ in samples])
-        self.labels = torch.tensor([label for _, label in samples])
-        self.classes, self.seed, self.augment = classes, seed, augment
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        from torchvision.transforms import v2  # not at the top: importing torchvision takes half a second
-
-        self.transform = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()] if augment else
-                                    [v2.Resize(256), v2.CenterCrop(224)])
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Select the augmentation of this epoch; call it before the loader workers start the epoch."""
-        self.epoch.fill_(epoch)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.__getitems__([index])
-        return images[0], labels[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        images = torch.stack([self._read(index) for index in indices])
-        return images, self.labels[torch.as_tensor(indices)]
-
-    def _read(self, index: int) -> Tensor:
-        from .images import decode
-
-        image = decode(os.fsdecode(self.paths[index]))
-        with torch.random.fork_rng(devices=[]):  # so that any random transform is reproducible
-            seed = loading.seed(self.seed, int(self.epoch), index)
-            torch.default_generator.manual_seed(seed)  # seeds only the CPU's generator
-            return self.transform(image)
 
 
 class Normalize(nn.Module):
@@ -252,33 +205,13 @@ def classes_and_shape(dataset: Any) -> tuple[int | list[str], tuple[int, ...]]:
     return list(map(str, names)) if named else count, tuple(shape)
 
 
-def check_classes(where: str, names: Sequence[str]) -> None:
-    """Raise UsageError if a name is empty; the main process warns of two names that differ only in case or spaces."""
-    alike: dict[str, int] = {}
-    for place, name in enumerate(names):
-        if not name.strip():
-            raise UsageError(f"{where}: class {place} has an empty name; correct it")
-        first = alike.setdefault(name.strip().casefold(), place)
-        if first != place and is_main_process():
-            print(f"{where}: two classes are called {names[first]!r} and {name!r}; if they are one, merge them")
-
-
-def _stratified_split(labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training, validation) indices: 80 % and 20 % of each class, the same in every run."""
-    labels = np.asarray(labels)
-    shuffled = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
-    val = np.concatenate([of_class[:round(len(of_class) / 5)] for of_class in
-                          (shuffled[labels[shuffled] == label] for label in np.unique(labels))])
-    return np.setdiff1d(np.arange(len(labels)), val), np.sort(val)
-
-
 def digits() -> list[tuple[Tensor, Tensor]]:
     """Return the training and the validation digits: images, `uint8` (N, 1, 28, 28), and labels, `int64` (N,)."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
     images = F.interpolate(images[:, None] * (255 / 16), size=28, mode="bilinear", align_corners=False)
     images = images.round().to(torch.uint8)
-    return [(images[part], labels[part]) for part in _stratified_split(labels)]
+    return [(images[part], labels[part]) for part in loading.split_by_class(labels)]
 
 
 def _fake(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -312,48 +245,3 @@ def _torchvision(kind: str, name: str, path: str | Path) -> list[tuple[Tensor, T
 def _channels_first(images: ArrayLike) -> Tensor:
     images = torch.as_tensor(images)
     return images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-
-
-def _folder(path: Path, seed: int) -> tuple[FolderDataset, FolderDataset]:
-    if not path.is_dir():
-        raise UsageError(f"--data-path {path}: no such folder")
-    split = (path / "train").is_dir() and (path / "val").is_dir()
-    root = path / "train" if split else path
-    classes = _subfolders(root)
-    if len(classes) < 2:
-        found = f"only one subfolder, {classes[0]!r}" if classes else "no subfolders"
-        raise UsageError(f"--data-path: {root} has {found}; --dataset folder needs one per class, at least two")
-    if len(splits := [name for name in classes if name.lower() in SPLITS]) > 1:
-        raise UsageError(f"--data-path {path}: {' and '.join(splits)} are no classes; call the parts train and val")
-    check_classes(f"--data-path {path}", classes)
-    if split:
-        unknown = set(_subfolders(path / "val")) - set(classes)
-        if unknown:
-            raise UsageError(f"--data-path {path}: val/ has classes that train/ lacks: {', '.join(sorted(unknown))}")
-        train, val = _samples(path / "train", classes), _samples(path / "val", classes)
-    else:
-        samples = _samples(path, classes)
-        train, val = ([samples[index] for index in part] for part in
-                      _stratified_split([label for _, label in samples]))
-    if not val:
-        raise UsageError(f"--data-path {path}: too few images to keep a fifth of each class for validation")
-    return FolderDataset(train, classes, seed, augment=True), FolderDataset(val, classes, seed)
-
-
-def _subfolders(path: Path) -> list[str]:
-    from .images import is_hidden
-
-    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
-
-
-def _samples(path: Path, classes: list[str]) -> list[tuple[str, int]]:
-    from .images import EXTENSIONS, find_files
-
-    labels = {name: label for label, name in enumerate(classes)}
-    files, first = find_files(path), len(os.path.join(path, ""))
-    samples = [(file, labels[name]) for file in files if (name := file[first:].split(os.sep)[0]) in labels]
-    if len(samples) < len(files) and is_main_process():
-        print(f"{path}: {len(files) - len(samples)} images are in no class folder, so not used")
-    if empty := set(range(len(classes))) - {label for _, label in samples}:
-        raise UsageError(f"--data-path {path}: class {classes[min(empty)]!r} has no images ({' '.join(EXTENSIONS)})")
-    return samples

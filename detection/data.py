@@ -25,8 +25,9 @@ from torchvision.tv_tensors import BoundingBoxes
 from torchvision.utils import draw_bounding_boxes, make_grid
 
 from common import loading
-from common.datasets import SPLIT_SEED, check_classes, digits
+from common.datasets import digits
 from common.errors import ProcessError, UsageError, reason
+from common.image_folder import check_classes
 from common.images import ORIENTATION, decode
 from common.reduce import is_main_process
 
@@ -114,7 +115,8 @@ class Scenes(BoxDataset):
                        for label, image in zip(labels.tolist(), images) for ys, xs in [torch.where(image[0] >= INK)]]
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
-        seed = loading.seed(self.seed, int(self.epoch), index) if self.train else loading.seed(SPLIT_SEED, index)
+        fixed = loading.seed(loading.SPLIT_SEED, index)
+        seed = loading.seed(self.seed, int(self.epoch), index) if self.train else fixed
         draw = random.Random(seed)
         noise = torch.frombuffer(bytearray(draw.randbytes(SIDE * SIDE)), dtype=torch.uint8) >> 3
         canvas = noise.reshape(SIDE, SIDE).expand(3, -1, -1).contiguous()

@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subs
 from common import datasets, launch, loading, models
 from common.cli import explain
 from common.errors import ProcessError, UsageError
+from common.image_folder import FolderDataset
 from common.pairs import pairs
 
 PICTURE = Image.new("RGB", (4, 4))
@@ -21,7 +22,7 @@ PICTURE = Image.new("RGB", (4, 4))
 def test_a_fifth_of_each_class_is_kept_for_validation():
     labels = np.repeat([0, 1, 2], [10, 100, 40])
     np.random.RandomState(1).shuffle(labels)
-    train, val = datasets._stratified_split(labels)
+    train, val = loading.split_by_class(labels)
     assert sorted([*train, *val]) == list(range(150))
     assert np.bincount(labels[val]).tolist() == [2, 20, 8]
 
@@ -83,7 +84,7 @@ def test_two_files_of_one_picture_are_cropped_differently_and_an_epoch_repeats_i
     Image.fromarray(picture).save(tmp_path / "0.png")
     views = {}
     for seed, epoch in ((0, 1), (0, 2), (1, 2), (0, 1)):
-        data = datasets.FolderDataset([(str(tmp_path / "0.png"), 0)] * 4, ["a"], seed, augment=True)
+        data = FolderDataset([(str(tmp_path / "0.png"), 0)] * 4, ["a"], [0.5], [0.5], seed, augment=True)
         data.set_epoch(epoch)
         images, _ = data.__getitems__(range(4))
         assert torch.equal(images, views.setdefault((seed, epoch), images))
@@ -257,7 +258,7 @@ def test_each_set_has_as_many_workers_as_it_needs():
     free = launch.cores_per_process() - 1
     for augment, most in (True, 2), (False, 0):
         in_memory = datasets.ArrayDataset("cifar10", images, labels, 0, augment=augment)
-        files = datasets.FolderDataset([("0.png", 0)], ["a"], 0, augment=augment)
+        files = FolderDataset([("0.png", 0)], ["a"], [0.5], [0.5], 0, augment=augment)
         for dataset, expected in (in_memory, min(most, free)), (Subset(in_memory, [0]), min(most, free)), (
                 files, min(8, free)):
             assert loading.options(None, torch.device("cpu"), dataset)["num_workers"] == expected

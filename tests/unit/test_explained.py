@@ -100,12 +100,12 @@ def test_a_script_with_a_device_mesh_keeps_its_exit_code(group, monkeypatch):
     handlers, codes = [], []
     monkeypatch.setattr("atexit.register", handlers.append)
     monkeypatch.setattr(cli, "_exit_at_once", codes.append)
-    init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
     with pytest.raises(SystemExit), cli.report_errors():
         sys.exit(85)
     for handler in handlers:
         handler()
-    assert codes == [85]
+    assert codes == [85] and mesh.size() == 1  # it still exists
 
 
 def test_importing_common_changes_nothing_in_the_process():

@@ -1,0 +1,115 @@
+"""Labeled images in a folder, with one subfolder per class; for `--dataset folder`."""
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from . import loading
+from .errors import UsageError
+from .images import EXTENSIONS, decode, find_files, is_hidden
+from .reduce import is_main_process
+
+SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}  # names of parts
+
+
+class FolderDataset:
+    """Labeled image files, decoded on access: batches of images, `uint8` (N, 3, 224, 224), and labels, `int64` (N,).
+
+    With `augment`, it takes a random resized crop and flips it at random, as in torchvision's reference training;
+    without, it resizes the image to 256 pixels and crops its center. Raises ProcessError if a file cannot be decoded.
+    """
+
+    image_shape = (3, 224, 224)
+
+    def __init__(self, samples: list[tuple[str, int]], classes: list[str], mean: Sequence[float], std: Sequence[float],
+                 seed: int, augment: bool = False) -> None:
+        # Arrays, not lists: workers would update a list's reference counts, which copies its memory page by page
+        self.paths = np.array([os.fsencode(path) for path, _ in samples])
+        self.labels = torch.tensor([label for _, label in samples])
+        self.classes, self.mean, self.std = classes, mean, std
+        self.seed, self.augment = seed, augment
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.transform = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()] if augment else
+                                    [v2.Resize(256), v2.CenterCrop(224)])
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the augmentation of this epoch; call it before the loader workers start the epoch."""
+        self.epoch.fill_(epoch)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        images = torch.stack([self._read(index) for index in indices])
+        return images, self.labels[torch.as_tensor(indices)]
+
+    def _read(self, index: int) -> Tensor:
+        image = decode(os.fsdecode(self.paths[index]))
+        with torch.random.fork_rng(devices=[]):  # so that any random transform is reproducible
+            seed = loading.seed(self.seed, int(self.epoch), index)
+            torch.default_generator.manual_seed(seed)  # seeds only the CPU's generator
+            return self.transform(image)
+
+
+def check_classes(where: str, names: Sequence[str]) -> None:
+    """Raise UsageError if a name is empty; the main process warns of two names that differ only in case or spaces."""
+    alike: dict[str, int] = {}
+    for place, name in enumerate(names):
+        if not name.strip():
+            raise UsageError(f"{where}: class {place} has an empty name; correct it")
+        first = alike.setdefault(name.strip().casefold(), place)
+        if first != place and is_main_process():
+            print(f"{where}: two classes are called {names[first]!r} and {name!r}; if they are one, merge them")
+
+
+def create_datasets(path: Path, mean: Sequence[float], std: Sequence[float],
+                    seed: int) -> tuple[FolderDataset, FolderDataset]:
+    """Return the training and validation sets of a folder with one subfolder of images per class, or with train/ and
+    val/, which have these. `mean` and `std` are those of the pixels in [0, 1], per channel. Raises UsageError.
+    """
+    if not path.is_dir():
+        raise UsageError(f"--data-path {path}: no such folder")
+    split = (path / "train").is_dir() and (path / "val").is_dir()
+    root = path / "train" if split else path
+    classes = _subfolders(root)
+    if len(classes) < 2:
+        found = f"only one subfolder, {classes[0]!r}" if classes else "no subfolders"
+        raise UsageError(f"--data-path: {root} has {found}; --dataset folder needs one per class, at least two")
+    if len(splits := [name for name in classes if name.lower() in SPLITS]) > 1:
+        raise UsageError(f"--data-path {path}: {' and '.join(splits)} are no classes; call the parts train and val")
+    check_classes(f"--data-path {path}", classes)
+    if split:
+        unknown = set(_subfolders(path / "val")) - set(classes)
+        if unknown:
+            raise UsageError(f"--data-path {path}: val/ has classes that train/ lacks: {', '.join(sorted(unknown))}")
+        train, val = _samples(path / "train", classes), _samples(path / "val", classes)
+    else:
+        samples = _samples(path, classes)
+        train, val = ([samples[index] for index in part] for part in
+                      loading.split_by_class([label for _, label in samples]))
+    if not val:
+        raise UsageError(f"--data-path {path}: too few images to keep a fifth of each class for validation")
+    return FolderDataset(train, classes, mean, std, seed, augment=True), FolderDataset(val, classes, mean, std, seed)
+
+
+def _subfolders(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
+
+
+def _samples(path: Path, classes: list[str]) -> list[tuple[str, int]]:
+    labels = {name: label for label, name in enumerate(classes)}
+    files, first = find_files(path), len(os.path.join(path, ""))
+    samples = [(file, labels[name]) for file in files if (name := file[first:].split(os.sep)[0]) in labels]
+    if len(samples) < len(files) and is_main_process():
+        print(f"{path}: {len(files) - len(samples)} images are in no class folder, so not used")
+    if empty := set(range(len(classes))) - {label for _, label in samples}:
+        raise UsageError(f"--data-path {path}: class {classes[min(empty)]!r} has no images ({' '.join(EXTENSIONS)})")
+    return samples
