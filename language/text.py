@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common import loading
 from common.errors import ProcessError, UsageError, reason
+from common.reduce import is_main_process
 
 DATASETS = ["stdlib", "text", "tokens"]
 BYTES, GPT2 = 256, 50257  # the sizes of the vocabularies
@@ -152,10 +153,16 @@ def _why_not_tokens(start: bytes) -> str | None:
 
 def _documents(path: Path) -> list[bytes]:
     try:
-        files = sorted(path.glob("[!.]*.txt")) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+            files = [entry for entry in visible if entry.suffix.lower() == ".txt"]
+            others = [entry.name for entry in visible if entry not in files]
+            if others and is_main_process():
+                print(f"{path}: not used, as it is no .txt file: {others[0]}, and {len(others) - 1} more")
         return [_read_text(file) for file in files]
     except OSError as error:
-        raise UsageError(f"--data-path {path}: {reason(error)}") from None
+        raise UsageError(f"--data-path: {error.filename or path}: {reason(error)}") from None
 
 
 def _read_text(file: Path) -> bytes:

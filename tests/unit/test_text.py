@@ -32,6 +32,17 @@ def test_a_file_of_a_mac_is_no_document(tmp_path):
     assert len(train.tokens) == 5 * 50 * 95 // 100 + 1
 
 
+def test_what_is_left_out_of_a_folder_of_texts_is_said(tmp_path, capsys):
+    for name in ("a.txt", "b.TXT", "c.md", "d.txt.gz"):
+        (tmp_path / name).write_text("words" * 50)
+    train, val = text.create_datasets("text", tmp_path, 4, 8, seed=0)
+    assert len(train.tokens) == len(val.tokens) == 5 * 50 + 1
+    assert capsys.readouterr().out == f"{tmp_path}: not used, as it is no .txt file: c.md, and 1 more\n"
+    (tmp_path / "e.txt").mkdir()
+    with pytest.raises(UsageError, match=r"^--data-path: .*e\.txt: Is a directory"):
+        text.create_datasets("text", tmp_path, 4, 8, seed=0)
+
+
 @pytest.mark.parametrize(("content", "said"), [
     ("words".encode("utf-16-le"), "a.txt: has a zero byte at position 1, as UTF-16"),
     ("words".encode("utf-16"), "a.txt: .*decode byte 0xff"), (b"words\0", "a.txt: has a zero byte at position 5,")])
