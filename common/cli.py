@@ -186,7 +186,8 @@ def _has_mesh() -> bool:
 
 def _last_words(error: BaseException) -> tuple[str | None, int] | None:
     """Return (the line or None, the exit code) for an expected error, None for any other."""
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(number) if number.isdecimal() else 0
     if isinstance(error, KeyboardInterrupt):
         return _interrupted(error, rank)
     if isinstance(error, ProcessExitedException):  # in mp.spawn's parent; the failed process has already reported it
@@ -244,7 +245,7 @@ def _exit_at_once(code: int) -> None:
 
 def _several() -> bool:
     size = os.environ.get("WORLD_SIZE")
-    return int(size) > 1 if size else is_slurm_task()
+    return size.isdecimal() and int(size) > 1 if size else is_slurm_task()
 
 
 def _must_end() -> bool:

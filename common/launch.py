@@ -34,6 +34,11 @@ def launch_environment() -> dict[str, str]:
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name):
                 raise UsageError(f"RANK is set, but {name} is not; use a launcher such as torchrun, which sets both")
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            if not env.get(name, "0").isdecimal():
+                raise UsageError(f"{name} is {env[name]!r}, which is not a number")
+        if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+            raise UsageError(f"RANK is {env['RANK']}, but WORLD_SIZE is {env['WORLD_SIZE']}; ranks count from 0")
         return {}
     if not is_slurm_task():
         if env.get("WORLD_SIZE", "1") not in ("", "1"):
