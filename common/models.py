@@ -76,12 +76,12 @@ def _create(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Mod
 def load_weights(model: nn.Module, path: str, content: dict | None = None) -> None:
     """Load the tensors in `path` that match `model` by name and shape; the main process lists all other tensors.
 
-    The file is a `state_dict` or a checkpoint of any script here; for other formats, the caller passes its `content`.
-    Names may contain WRAPPERS. Raises UsageError if nothing matches.
+    The file is a `state_dict`, or a checkpoint that has one under "model", as here, or "state_dict", as elsewhere; for
+    other formats, the caller passes its `content`. Names may contain WRAPPERS. Raises UsageError if nothing matches.
     """
     content = load_file("--weights", path) if content is None else content
     other = other_classes(content, model)
-    content = content["model"] if isinstance(content.get("model"), dict) else content
+    content = next((content[key] for key in ("model", "state_dict") if isinstance(content.get(key), dict)), content)
     wanted = model.state_dict()
     wrapped = {name: plain for name in content.keys() - wanted.keys()
                if (plain := _without_wrappers(name)) in wanted.keys() - content.keys()}
@@ -98,7 +98,7 @@ def load_weights(model: nn.Module, path: str, content: dict | None = None) -> No
     if is_main_process():
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
                 "of a different shape": wanted.keys() & content.keys() - taken.keys()}
-        rest = "".join(f"; {why}: {', '.join(sorted(names))}" for why, names in left.items() if names)
+        rest = "".join(f"; {why}: {', '.join(sorted(map(str, names)))}" for why, names in left.items() if names)
         print(f"weights {path}: loaded {len(taken)} of {len(wanted)} tensors{rest}{other and f'; {other}'}")
 
 

@@ -96,3 +96,12 @@ def test_a_models_own_module_keeps_its_name(tmp_path, capsys):
     torch.save({"module.weight": torch.ones(2, 2), "weight": torch.zeros(2, 2)}, tmp_path / "some.pt")
     models.load_weights(model, str(tmp_path / "some.pt"))
     assert model["module"].weight.all() and "removed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_weights_are_found_in_checkpoints_of_other_programs(tmp_path, capsys, key):
+    saved, model = (models.create_model("cnn", 10, (1, 28, 28)) for _ in range(2))
+    torch.save({key: saved.state_dict() | {0: 1}, "epoch": 3}, tmp_path / "some.pt")
+    models.load_weights(model, str(tmp_path / "some.pt"))
+    assert all(map(torch.equal, saved.state_dict().values(), model.state_dict().values()))
+    assert "loaded 12 of 12 tensors; not in the model: 0" in capsys.readouterr().out
