@@ -17,6 +17,13 @@ def test_a_resnet_leaves_small_images_more_than_a_pixel(size, left):
     assert shapes == [(1, 512, left, left)]
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("size", [64, 65])
+def test_a_resnet_takes_any_number_of_channels(channels, size):
+    with torch.device("meta"):
+        assert models.create_model("resnet18", 10, (channels, size, size)).conv1.in_channels == channels
+
+
 @pytest.mark.parametrize("lrf", [0.0, 0.01, 1.0])
 def test_the_rate_falls_along_half_a_cosine_to_its_last_fraction(lrf):
     factor = recipe.cosine(10, lrf)
