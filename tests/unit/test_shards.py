@@ -222,9 +222,11 @@ def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
     assert not weights.whole and not weights.recorder
 
 
-def test_loaded_statistics_are_kept(group):
+def test_loaded_statistics_are_kept(group, capsys):
     model, weights = replay.outline(nn.BatchNorm1d, 2)
-    models.load_weights(model, "weights.pt", {"running_mean": torch.full((2,), 7.0)})
+    models.load_weights(model, "weights.pt", {"running_mean": torch.full((2,), 7.0), "bias": torch.ones(3)})
+    assert capsys.readouterr().out == ("weights weights.pt: loaded 1 of 5 tensors; not in the file: "
+                                       "num_batches_tracked, running_var, weight; of a different shape: bias\n")
     shards.fill(model, weights, torch.device("cpu"))
     assert (model.running_mean == 7).all() and (model.running_var == 1).all() and (model.weight == 1).all()
 
