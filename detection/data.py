@@ -260,16 +260,16 @@ def _require_unique(samples: Iterable[tuple]) -> None:
             raise UsageError(f"{where}: {first} lists other boxes for {image}; list an image once, with all boxes")
 
 
-def _read(file: Path, parse: Callable[[str], Any] = str.splitlines) -> Any:
+def _read(file: Path, parse: Callable[[bytes], Any] = lambda content: content.decode("utf-8-sig").splitlines()) -> Any:
     try:
-        return parse(file.read_text(encoding="utf-8-sig"))
+        return parse(file.read_bytes())  # XML and JSON name or show their encoding
     except (OSError, ValueError, SyntaxError) as error:  # JSON and XML errors name the line
         raise UsageError(f"{file}: {reason(error)}; correct the file, or --data-path") from None
 
 
 def _classes(folder: Path, default: Iterable[Any]) -> list[str]:
     file = folder / "classes.txt"
-    return [line.strip() for line in _read(file) if line.strip()] if file.is_file() else [*map(str, default)]
+    return "\n".join(map(str.strip, _read(file))).rstrip().split("\n") if file.is_file() else [*map(str, default)]
 
 
 def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
@@ -306,7 +306,7 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
                 raise UsageError(f"{files[0]}: some {kind} have the same id; make the ids unique")
         for each in content["annotations"]:
             where = f"annotation {each['id']}"
-            box = each["category_id"], bool(each.get("iscrowd")), *each["bbox"]
+            box = each["category_id"], str(each.get("iscrowd", 0)) in ("1", "True"), *each["bbox"]
             samples[each["image_id"]][2].extend([] if 0 in box[4:] else [box])  # skip boxes without area: COCO has some
     except (KeyError, TypeError) as error:
         raise UsageError(f"{files[0]}, {where}: {error!r}; see cocodataset.org/#format-data") from None

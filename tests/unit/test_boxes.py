@@ -194,9 +194,21 @@ def test_text_is_read_without_the_spaces_around_it(tmp_path, capsys):
     assert [sample[0].name for sample in train.samples] == ["a b.png", "other.png", "empty.png", "empty.png"]
     said = capsys.readouterr().out.splitlines()[0]
     assert said == f"--data-path {tmp_path}: two classes are called 'Dog' and 'dog'; if they are one, merge them"
+    (tmp_path / XML).write_text('<?xml version="1.0" encoding="latin-1"?>' + xml(voc_object("K\xe4fer", 1, 2, 3, 4)),
+                                encoding="latin-1")
+    (tmp_path / "ImageSets/Main/val.txt").write_text("a b")
+    (tmp_path / "ImageSets/Main/train.txt").write_text("a\na b")
+    assert data.create_datasets("voc", tmp_path, 96, 0)[0].classes == ["Dog", "K\xe4fer", "cat"]
     coco_set = write_set(tmp_path / "coco", "coco", **{JSON: json.dumps(
         coco() | {"categories": [{"id": 3, "name": " cat"}, {"id": 5, "name": "dog\n"}]})})
     assert data.create_datasets("coco", coco_set, 96, 0)[0].classes == ["cat", "dog"]
+
+
+@pytest.mark.parametrize(("crowd", "label"), [("0", 1), ("1", -2), (False, 1), (True, -2), (None, 1)])
+def test_a_crowd_may_be_a_text(tmp_path, crowd, label):
+    content = json.dumps(coco(annotation(1, 5, 20, 30, 40, 20, iscrowd=crowd)))
+    train, _ = data.create_datasets("coco", write_set(tmp_path, "coco", **{JSON: content}), 96, 0)
+    assert train.samples[0][1][0, 0] == label
 
 
 def test_the_path_of_an_image_may_have_spaces_and_numbers(tmp_path):
@@ -218,6 +230,9 @@ def test_scenes_do_not_depend_on_the_default_type():
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
+    ("lines", {"classes.txt": "cat\n\ndog\n"}, "class 1 has an empty name"),  # as a line shifts all classes after it
+    ("lines", {"classes.txt": " \n"}, "class 0 has an empty name"),
+    ("voc", {XML: '<?xml version="1.0" encoding="gbk"?>' + xml(BOX)}, "a.xml: multi-byte encodings are not supported"),
     ("lines", {"train.txt": None}, "train.txt: No such file"),
     ("lines", {"train.txt": "a b.png 1,2,3,4,0\nb.png 1,2,3,4,0"}, "train.txt, line 2: no image .*b.png; "),
     ("lines", {"train.txt": "a b.png 1,2,x,4,0"}, "train.txt, line 1: no image .*a b.png 1,2,x,4,0; "),
