@@ -29,7 +29,7 @@ PATIENCE = 10  # seconds: a process that only lost a connection waits this long 
 # From torch/utils/data/_utils/signal_handling.py; an error in a dataset says "Caught ... in DataLoader worker" instead
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
 # From aten/src/ATen/MapAllocator.cpp; where a file system cannot reserve space, a bus error ends the worker instead
-SHARED_MEMORY_FULL = re.compile(r"</torch_\w+>.*No space left on device")
+SHARED_MEMORY_FULL = re.compile(r"unable to allocate shared memory|</torch_\w+>.*No space left on device")
 # Messages of gloo, the store and NCCL about a lost peer. Under NCCL, torch's watchdog usually ends the process first,
 # with SIGABRT, so nothing in this file runs (see docs/operations.md)
 LATE = re.compile(r"timed? ?out", re.I)

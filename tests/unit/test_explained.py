@@ -29,6 +29,8 @@ def worker_error(kind, text):
                   "are out of shared memory. Please try to raise your shared memory limit."), ["shared memory limit"]),
     (worker_error(RuntimeError, "unable to allocate shared memory(shm) for file </torch_20689_654450319_4>: No space "
                                 "left on device (28)"), ["/dev/shm is full", "--shm-size", "--workers"]),
+    (worker_error(RuntimeError, "unable to allocate shared memory(shm) for file </torch_1_2_4>: Resource temporarily "
+                                "unavailable (11)"), ["/dev/shm is full"]),  # torch 2.11
     (RuntimeError("DataLoader worker (pid(s) 71, 72) exited unexpectedly"), ["71, 72"]),
     (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41"), ["lost", "the first"]),
     (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv"), ["--timeout"]),
