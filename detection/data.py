@@ -263,7 +263,7 @@ def _require_unique(samples: Iterable[tuple]) -> None:
 def _read(file: Path, parse: Callable[[bytes], Any] = lambda content: content.decode("utf-8-sig").splitlines()) -> Any:
     try:
         return parse(file.read_bytes())  # XML and JSON name or show their encoding
-    except (OSError, ValueError, SyntaxError) as error:  # JSON and XML errors name the line
+    except (OSError, ValueError, LookupError, SyntaxError) as error:  # JSON and XML errors name the line
         raise UsageError(f"{file}: {reason(error)}; correct the file, or --data-path") from None
 
 

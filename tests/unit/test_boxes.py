@@ -232,7 +232,7 @@ def test_scenes_do_not_depend_on_the_default_type():
 @pytest.mark.parametrize(("name", "changes", "said"), [
     ("lines", {"classes.txt": "cat\n\ndog\n"}, "class 1 has an empty name"),  # as a line shifts all classes after it
     ("lines", {"classes.txt": " \n"}, "class 0 has an empty name"),
-    ("voc", {XML: '<?xml version="1.0" encoding="gbk"?>' + xml(BOX)}, "a.xml: multi-byte encodings are not supported"),
+    ("voc", {XML: '<?xml version="1.0" encoding="klingon"?>' + xml(BOX)}, "a.xml: unknown encoding: klingon"),
     ("lines", {"train.txt": None}, "train.txt: No such file"),
     ("lines", {"train.txt": "a b.png 1,2,3,4,0\nb.png 1,2,3,4,0"}, "train.txt, line 2: no image .*b.png; "),
     ("lines", {"train.txt": "a b.png 1,2,x,4,0"}, "train.txt, line 1: no image .*a b.png 1,2,x,4,0; "),
