@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -57,6 +58,7 @@ def _by_name(folder: Path, data_source: str | Path) -> dict[str, str]:
     files: dict[str, str] = {}
     for path in find_files(folder):
         name = Path(path).relative_to(folder).with_suffix("").as_posix()
+        name = unicodedata.normalize("NFC", name)  # macOS writes e and an accent where other systems write one letter
         if name in files:
             raise UsageError(f"{path}: differs from {files[name]} only in its extension; remove one of them")
         files[name] = path

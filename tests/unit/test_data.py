@@ -388,6 +388,13 @@ def test_a_seed_follows_from_each_of_its_numbers_and_from_their_order():
     assert all(0 <= loading.seed(*each) < 2**63 for each in numbers)
 
 
+def test_the_files_of_a_pair_may_spell_a_letter_with_an_accent_in_two_ways(tmp_path):
+    """A Mac's zip file spells é with two characters."""
+    names = ["train/img/caf\u00e9.png", "train/gt/cafe\u0301.jpg"]
+    write_images(tmp_path, *names)
+    assert pairs.find_pairs(tmp_path, "train", "img", "gt") == [tuple(str(tmp_path / name) for name in names)]
+
+
 def test_a_preview_has_the_images_above_their_targets(tmp_path):
     pairs.save_preview(tmp_path / "a.png", torch.full((3, 3, 4, 4), -1.0), torch.full((3, 3, 4, 4), 1.0))
     with Image.open(tmp_path / "a.png") as image:
