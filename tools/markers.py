@@ -19,6 +19,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import sys
@@ -64,9 +65,18 @@ def words(path: Path) -> list[str]:
     return [name_of(path)]
 
 
+@functools.cache
+def parsed(text: str) -> tuple[str, int, dict[int, int]]:
+    """Return a script's docstring, the docstring's last line, and {first: last line} of each function and class."""
+    tree = ast.parse(text)
+    ends = {min(part.lineno for part in [node, *node.decorator_list]): node.end_lineno or 0
+            for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return ast.get_docstring(tree) or "", tree.body[0].end_lineno or 0, ends
+
+
 def parents_of(path: Path) -> list[Path]:
     """Return the paths of a script's parents."""
-    found = re.findall(r"^Parents?: (.+)$", ast.get_docstring(ast.parse(path.read_text())) or "", re.M)
+    found = re.findall(r"^Parents?: (.+)$", parsed(path.read_text())[0], re.M)
     if len(found) != 1:
         raise BrokenRule(f"{path}: the docstring names no parent: write 'Parent: SCRIPT.py' or 'Parent: none'")
     return [] if found[0] == "none" else [(path.parent / name).resolve() for name in found[0].split(", ")]
@@ -75,8 +85,7 @@ def parents_of(path: Path) -> list[Path]:
 def find_blocks(path: Path) -> list[Block]:
     """Return all blocks of a script, its ancestors' included."""
     lines, blocks = path.read_text().splitlines(), list[Block]()
-    ends = {min(part.lineno for part in [node, *node.decorator_list]): node.end_lineno or 0
-            for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    ends = parsed(path.read_text())[2]
     for number, line in enumerate(lines, 1):
         if not re.search(r"#\s*new\b", line, re.I) or blocks and number <= blocks[-1].last:
             continue
@@ -102,7 +111,7 @@ def headless(path: Path) -> dict[str, int]:
 
 def numbered(path: Path, without: list[Block]) -> list[tuple[int, str]]:
     """Return a script's non-blank lines with their numbers, without its docstring and the blocks `without`."""
-    lines, skip = path.read_text().splitlines(), ast.parse(path.read_text()).body[0].end_lineno or 0
+    lines, skip = path.read_text().splitlines(), parsed(path.read_text())[1]
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip() and number > skip
             and not any(block.first <= number <= block.last for block in without)]
 
@@ -192,7 +201,7 @@ def gaps(path: Path) -> dict[int, int]:
     Around a block, it has as many as its plain parent has before the line that the block replaces or precedes.
     An import of another package than that line's follows the other imports.
     """
-    lines, top = path.read_text().splitlines(), ast.parse(path.read_text()).body[0].end_lineno or 0
+    lines, top = path.read_text().splitlines(), parsed(path.read_text())[1]
     filled = [number for number, _ in numbered(path, [])]
     above = {number: number - before - 1 for before, number in zip([top, *filled], filled, strict=False)}
     same, near = dict[int, int](), dict[int, int]()
@@ -218,7 +227,7 @@ def gaps(path: Path) -> dict[int, int]:
 def plain(path: Path) -> str:
     """Return a script without markers and the blank lines around them; a marker's reason becomes a comment."""
     lines, tags = path.read_text().splitlines(), {block.tag for block in find_blocks(path)}
-    kept, above = lines[:ast.parse(path.read_text()).body[0].end_lineno], gaps(path)
+    kept, above = lines[:parsed(path.read_text())[1]], gaps(path)
     reasons = {block.first: reason_of(block, tags) for block in find_blocks(path)}
     for number, blank in above.items():
         line = lines[number - 1]
