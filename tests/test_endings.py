@@ -3,10 +3,11 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import markers
 import pytest
-from conftest import FROM_ROOT, PROGRAMS, PYTHON, TORCHRUN, descendants, free_port, good, run
+from conftest import FROM_ROOT, PROGRAMS, PYTHON, ROOT, TORCHRUN, descendants, free_port, good, run
 from live import Live, alive, ours
 
 
@@ -67,15 +68,16 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path):
 
 
 @pytest.mark.parametrize("script", [
-    pytest.param(path.name, marks=[pytest.mark.drill] * (path.name != "train_elastic.py"))
+    pytest.param(markers.name_of(path), marks=[pytest.mark.drill] * (path.name != "train_elastic.py"))
     for path in markers.scripts() if "signals.note_signals(" in path.read_text()])
 def test_a_mistake_ends_a_job_that_notes_signals_at_once(tmp_path, script):
     """Rank 0 reports it, and the launcher ends rank 1 by a signal that only sets a flag."""
-    with Live(*TORCHRUN, "--nproc-per-node=2", script, "--batch-size", "63", "--output-dir", tmp_path) as live:
+    words = markers.words(ROOT / script)
+    with Live(*TORCHRUN, "--nproc-per-node=2", *words, "--batch-size", "63", "--output-dir", tmp_path) as live:
         live.wait_for("error: ")
         assert live.end(5) == 1
     line, = ours(live.err)
-    assert line.startswith(f"{script}: error: --batch-size 63: not a multiple of the ")
+    assert line.startswith(f"{Path(script).name}: error: --batch-size 63: not a multiple of the ")
 
 
 @pytest.mark.drill
