@@ -31,7 +31,6 @@ from common import signals
 # new # DCP
 from common import dcp_folders
 
-
 import torch
 
 # new # DDP

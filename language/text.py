@@ -7,6 +7,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,8 +98,10 @@ def end(vocabulary: int, other: int | None) -> int:
     return found
 
 
-def digest(dataset: Windows) -> str:
-    """Return, as text, the number of tokens and the start of the SHA-256 of the first 2**26 tokens."""
+def digest(dataset: Any) -> str:
+    """Return the number of tokens and the start of the SHA-256 of the first 2**26, or the length of any other data."""
+    if not isinstance(dataset, Windows):
+        return f"{len(dataset):,} samples"
     start = hashlib.sha256(dataset.tokens[:2**26].tobytes()).hexdigest()[:8]
     return f"{len(dataset.tokens):,} tokens (sha256 {start})"
 

@@ -51,7 +51,6 @@ from common import signals
 # new # DCP
 from common import dcp_folders
 
-
 import torch
 
 # new # DDP
@@ -242,11 +241,11 @@ def start_log(args, start_epoch, headline):
 # new # PP: the stages of this process, and the order of their forward and backward passes
 def create_schedule(parts, micro_batches, device, group, loss=None):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    stages = [PipelineStage(part, rank + number * world_size, len(parts) * world_size, device, group=group)
-              for number, part in enumerate(parts)]
+    held = [PipelineStage(part, rank + number * world_size, len(parts) * world_size, device, group=group)
+            for number, part in enumerate(parts)]
     if len(parts) > 1:
-        return ScheduleInterleaved1F1B(stages, micro_batches, loss)
-    return Schedule1F1B(stages[0], micro_batches, loss)
+        return ScheduleInterleaved1F1B(held, micro_batches, loss)
+    return Schedule1F1B(held[0], micro_batches, loss)
 
 
 # new # 4D: PP: each stage gets the tokens, because the document mask depends on them
@@ -273,8 +272,8 @@ def main(args):
     datasets.require_samples(train_set, val_set, args.batch_size)
 
     # new # 4D: TP: the processes of a tensor group and of a pipeline read the same samples
-    sizes = args.pipeline_parallel, args.tensor_parallel
-    grid = dist.init_device_mesh(device.type, **stages.pp_mesh(*sizes, device))
+    grid = dist.init_device_mesh(
+        device.type, **stages.pp_mesh(args.pipeline_parallel, args.tensor_parallel, device))
     group = grid["pipeline"].get_group()
 
     # new # CP: TP: each context group reads one share of the samples; FSDP2 shards over data and context

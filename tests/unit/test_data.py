@@ -115,6 +115,23 @@ def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_cou
         f"{folder}: 1 images are in no class folder, so not used"]
 
 
+def test_only_the_training_images_of_a_folder_are_augmented(tmp_path):
+    noise = Image.effect_noise((300, 300), 90)
+    for name in ("ash", "oak"):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            noise.save(tmp_path / name / f"{number}.png")
+    parts = datasets.create_datasets("folder", tmp_path, seed=0)
+    same = []
+    for part in parts:
+        images = []
+        for epoch in (1, 2):
+            part.set_epoch(epoch)
+            images.append(part[0][0])
+        same.append(torch.equal(*images))
+    assert same == [False, True]
+
+
 @pytest.mark.parametrize(("names", "said"), [
     (["photos/ash/0.png", "photos/oak/0.png"], "--data-path: {} has only one subfolder, 'photos'; .*at least two"),
     (["train/photos/ash/0.png", "val/photos/ash/0.png"], "{}/train has only one subfolder, 'photos'; "),

@@ -105,6 +105,14 @@ def test_a_models_own_module_keeps_its_name(tmp_path, capsys):
     assert model["module"].weight.all() and "removed" not in capsys.readouterr().out
 
 
+def test_a_plain_name_wins_over_a_wrapped_one(tmp_path):
+    """Such as a checkpoint with the weights and their average."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.save({"weight": torch.ones(2, 2), "module.weight": torch.zeros(2, 2)}, tmp_path / "some.pt")
+    models.load_weights(model, str(tmp_path / "some.pt"))
+    assert model.weight.all()
+
+
 @pytest.mark.parametrize("key", ["model", "state_dict"])
 def test_weights_are_found_in_checkpoints_of_other_programs(tmp_path, capsys, key):
     saved, model = (models.create_model("cnn", 10, (1, 28, 28)) for _ in range(2))

@@ -297,6 +297,16 @@ def test_the_optimizer_has_the_settings_of_the_command(script, tmp_path):
     assert content["scheduler"]["_last_lr"] == pytest.approx([0.5 * 0.2 * 4 / 128] * 2)
 
 
+def test_any_dataset_of_windows_trains_a_language_model(script, tmp_path, capsys, monkeypatch):
+    module, args = script("language.train", "--sample", "")
+    rows = torch.arange(36).view(4, 9)
+    data = torch.utils.data.TensorDataset(rows[:, :-1], rows[:, 1:])
+    data.vocabulary = 36
+    monkeypatch.setattr(module.text, "create_datasets", lambda *_: (data, data))
+    module.main(args)
+    assert load(tmp_path / "last.pt")["epoch"] == 1 and ", stdlib: 4 samples\n" in capsys.readouterr().out
+
+
 def test_the_language_model_is_trained_as_the_command_says(script, tmp_path, monkeypatch):
     """All language scripts take these lines from language/train.py, so comparing them would not show a mistake."""
     (tmp_path / "text.txt").write_text("def one(): return 1\n" * 99)
