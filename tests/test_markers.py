@@ -187,7 +187,7 @@ def main():
     ("        # new # child: standard error keeps order\n        print(number, file=sys.stderr)\n",
      "        # new # child: letters are upper case\n        print(number.upper(), file=sys.stderr)\n", None),
     ("\n        # new # child: standard error keeps order\n        print(number, file=sys.stderr)\n\n",
-     "        print(number)\n", "no comment of its own says why it leaves out: standard error keeps order"),
+     "        print(number)\n", "in an own block says why the script leaves out: standard error keeps order"),
     ("        # new # child: standard error keeps order\n        print(number, file=sys.stderr)\n\n",
      "        # new # child: no standard error: letters may come in any order\n\n        print(number)\n", None),
     ("keeps order\n", "keeps order\n        print()\n", "not all of this block is new"),
@@ -218,7 +218,7 @@ def test_a_parents_comment_does_not_say_why_a_wing_leaves_out_a_block(tmp_path):
     doc = '"""The wing.\n\nParents: train.py, ../train_child.py\n"""\nimport os'
     wing = WING.replace(*separator).replace(block, "        print(number)\n")
     (tmp_path / "wing/train_child.py").write_text(doc + wing)
-    with pytest.raises(markers.BrokenRule, match="no comment of its own says why it leaves out: standard error"):
+    with pytest.raises(markers.BrokenRule, match="says why the script leaves out: standard error"):
         markers.compare(tmp_path / "wing/train_child.py")
 
 

@@ -10,7 +10,7 @@
 3. The module docstring names the parents (`Parent: train.py` or `Parents: train.py, ../train_DDP.py`) and is exempt.
 4. Everything else, including ancestors' blocks and blank lines, is in a parent. An own block replaces any missing line.
    From a parent in another folder, a script takes the blocks whose tags its other parents lack, word for word. It may
-   leave out whole blocks that its task does not need, if a comment of its own says why, and adapt others as own blocks.
+   leave out whole blocks that its task does not need, if a comment in an own block says why, and adapt others.
 5. Each of a script's own blocks changes something and repeats no line that it replaces. No code is commented out.
 6. A marker heads code. Only where a script just removes lines, its own block is one comment that says so, which its
    children keep. A comment `# yours: ...` also heads something.
@@ -59,7 +59,7 @@ def name_of(path: Path) -> str:
 
 
 def words(path: Path) -> list[str]:
-    """Return the words of a command that name a script: its path or, in a wing, its module: `-m language.train`."""
+    """Return the words of a command that name a script: its path or, in a package, its module: `-m language.train`."""
     if (path.parent / "__init__.py").exists():
         return ["-m", f"{path.parent.name}.{path.stem}"]
     return [name_of(path)]
@@ -135,7 +135,7 @@ def compare(path: Path) -> list[Block]:
     for parent in parents_of(path):
         foreign, old = parent.parent != path.parent, numbered(parent, [])
         taken = find_blocks(parent)
-        if foreign:  # its other lines are those of its own ancestors: the parents in this folder have adapted them
+        if foreign:  # the other lines come from its ancestors: the parents in this folder have adapted them
             near = {block.tag for other in parents_of(path) if other.parent == path.parent
                     for block in find_blocks(other)}
             taken = [block for block in taken if block.tag not in near]
@@ -175,7 +175,7 @@ def compare(path: Path) -> list[Block]:
             raise BrokenRule(f"{path}:{block.first}: not all of this block is new")
     kept = {marker for parent in parents_of(path) for marker in headless(parent)}
     if left_out and not any(number in [block.first for block in own] for number in headless(path).values()):
-        raise BrokenRule(f"{path}: no comment of its own says why it leaves out: {'; '.join(left_out)}")
+        raise BrokenRule(f"{path}: no comment in an own block says why the script leaves out: {'; '.join(left_out)}")
     for marker, number in headless(path).items():
         if marker not in kept and number not in [block.first for block in own]:
             raise BrokenRule(f"{path}:{number}: this marker heads nothing: {marker.strip()}")
