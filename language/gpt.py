@@ -1,8 +1,8 @@
 """A language model with Llama's architecture and parameter names, so that it can load published weights."""
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,44 +41,6 @@ PEAKS = {"A100": 312, "H[12]00 NVL": 835, "H100 PCIe": 756, "G?H[12]00": 989, "B
          "RTX 4090$": 165, "MI300X": 1307}
 
 
-class Product(torch.autograd.Function):
-    """Multiplies `x` by several weights at once.
-
-    backward() joins the weights again: a joined copy that is kept for it would take memory that FSDP2 frees.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        return F.linear(x, torch.cat(weights).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        x, *weights = ctx.saved_tensors
-        x_gradient = gradient @ torch.cat(weights).to(x.dtype)
-        joined = (gradient.flatten(0, 1).t() @ x.flatten(0, 1)).to(weights[0].dtype)
-        return x_gradient, *joined.split([len(weight) for weight in weights])
-
-
-def project(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """Return the outputs of `layers` for `x`. If all of them are plain linear layers, one product computes them.
-
-    Otherwise, each layer is called: it may have hooks or an adapter such as LoRA, or be split over processes.
-    """
-    x = x.to(product_type(x.dtype, x.device))  # once for all layers
-    if not all(map(is_plain, layers)):
-        return [layer(x) for layer in layers]
-    weights = [cast(Tensor, layer.weight) for layer in layers]
-    return Product.apply(x, *weights).split([len(weight) for weight in weights], -1)
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Return whether calling `layer` only multiplies by its weight, which is a whole tensor."""
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return (type(layer) is nn.Linear and layer.bias is None and type(layer.weight) is nn.Parameter
-            and not any(hooks) and "forward" not in vars(layer))
-
-
 def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the type in which `device` multiplies tensors of this `dtype`. Autocast lowers only float32."""
     if dtype == torch.float32 and torch.is_autocast_enabled(device.type):
@@ -99,8 +61,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotations: Tensor, mask: Tensor | None, attend: Attend) -> Tensor:
         count, length, _ = x.shape
-        q, k, v = (part.view(count, length, -1, self.head_width).transpose(1, 2)
-                   for part in project(x, self.q_proj, self.k_proj, self.v_proj))
+        x = x.to(product_type(x.dtype, x.device))  # once for all three
+        q, k, v = (layer(x).view(count, length, -1, self.head_width).transpose(1, 2)
+                   for layer in (self.q_proj, self.k_proj, self.v_proj))
         values = attend(rotate(q, rotations), rotate(k, rotations), v, mask)
         return self.o_proj(values.transpose(1, 2).reshape(count, length, -1))
 
@@ -217,10 +180,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=shared)
 
 
+class Rotation(torch.autograd.Function):
+    """Rotates pairs of numbers; backward() rotates the gradient back, with half of the kernels that autograd needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        cos, sin = ctx.saved_tensors
+        return turn(gradient, cos, -sin), None, None
+
+
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Return `x` (N, heads, T, width) with pairs of numbers rotated; i and i + width / 2 in a head form a pair."""
-    cos, sin = rotations.to(x.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return Rotation.apply(x, *rotations.to(x.dtype))
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x * cos + (x with its halves exchanged) * sin."""
+    half = x.shape[-1] // 2
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[:, :half])
+    turned[..., half:].addcmul_(x[..., :half], sin[:, half:])
+    return turned
 
 
 def same_document(tokens: Tensor, end: int, positions: Tensor) -> Tensor:

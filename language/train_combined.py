@@ -228,6 +228,9 @@ def main(args):
         state["average"] = average
         updates.after_update(optimizer, lambda: updates.update_average(average, model, args.ema))
 
+    # new # combined: a compiled loss does not write all logits in float32
+    train_criterion = torch.compile(criterion) if args.compile else criterion
+
     # new # combined: DDP: compress the gradients that DDP sends; trace a few steps
     combined.compress(parallel_model, args.compress, scaler.is_enabled())
     if args.profile:
@@ -311,7 +314,7 @@ def main(args):
                     with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                         # new # combined: grad_accum: windows are equally long, so samples count as tokens do
-                        loss = criterion(parallel_model(part), part_targets)
+                        loss = train_criterion(parallel_model(part), part_targets)
 
                     loss = loss * len(part_targets) / local_batch_size
 
@@ -327,7 +330,7 @@ def main(args):
             with torch.autocast(device.type, dtype, enabled=args.precision != "fp32"):
 
                 # new # combined: DDP + amp: the model takes tokens as they are
-                loss = criterion(parallel_model(inputs), targets)
+                loss = train_criterion(parallel_model(inputs), targets)
 
             # new # grad_accum: weight the loss by size, because micro-batches may differ in size
             loss = loss * len(targets) / local_batch_size

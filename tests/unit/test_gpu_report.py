@@ -42,16 +42,16 @@ def test_the_table_shows_the_first_epoch_apart_and_compares_within_a_precision(t
              "train_FSDP.py": {"result": "stopped", "seconds": 60},  # before its first epoch
              "train_DDP.py": {"result": "failed", "seconds": 9}}
     lines = [each for each in plan(1) if each.table.startswith("resnet18")
-             and each.what in (*found, "train_FSDP.py --bf16")]
+             and each.what in (*found, "train_amp.py --precision bf16")]
     text = gpu_report.of_speed(lines, {each.name: found[each.what] for each in lines if each.what in found})
     assert text.splitlines()[2:] == [
         "| bare step | 8.2 | 100 (90 to 110) | 1.00 | - |",
         "| bare step --bf16 | 8.0 | 200 | 1.00 | - |",
         "| train.py | 9.0 | 80 | 0.80 | 1,234 MiB |",
         "| train_DDP.py | - | **failed** | - | - |",
+        "| train_amp.py --precision bf16 | - | not run | - | - |",
         "| train_amp.py --precision fp16 (stopped after 72 s) | 9.0 | 155 (150 to 160) | 0.78 | - |",
-        "| train_FSDP.py (stopped after 60 s) | - | **stopped** | - | - |",
-        "| train_FSDP.py --bf16 | - | not run | - | - |"]
+        "| train_FSDP.py (stopped after 60 s) | - | **stopped** | - | - |"]
 
 
 def test_the_plan_has_every_script_of_the_classifiers_and_one_gpu_needs_one_process():
