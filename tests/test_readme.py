@@ -6,7 +6,7 @@ import sys
 
 import markers
 import pytest
-from conftest import ROOT
+from conftest import ROOT, good, run
 
 README = (ROOT / "README.md").read_text()
 WINGS = {name: (ROOT / name / "README.md").read_text() for name in ("detection", "language")}
@@ -59,3 +59,24 @@ def test_every_option_in_the_readme_and_the_docstrings_exists(path, monkeypatch,
     assert not ended.value.code
     known = set(re.findall(r"--[\w-]+", capsys.readouterr().out.split("options:", 1)[-1]))
     assert used <= known, f"{name}: {used - known}"
+
+
+AGENTS = (ROOT / "AGENTS.md").read_text()
+
+
+def test_the_page_for_assistants_is_short_and_names_scripts_that_exist():
+    assert len(AGENTS.splitlines()) <= 60
+    named = set(re.findall(r"`((?:minimal/)?(?:train|loader)\w*\.py)`", AGENTS))
+    assert len(named) >= 10 and all((ROOT / name).exists() or (ROOT / "minimal" / name).exists() for name in named)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("number, said", [
+    (0, '"script": "minimal/train_DDP.py"'), (1, "same: 40 steps"), (2, "same: ")])
+def test_the_commands_for_assistants_run(tmp_path, number, said):
+    commands = re.findall(r"```sh\n *(.*?)\n *```", AGENTS)
+    assert len(commands) == 3
+    for folder in ("minimal", "tools", "verify"):
+        (tmp_path / folder).symlink_to(ROOT / folder)  # the scripts write into the current folder
+    result = good(run(*shlex.split(commands[number]), cwd=tmp_path))
+    assert said in result.out

@@ -103,7 +103,7 @@ class Recorder:
         """Return the states of the random generators, which change if the model draws numbers, as dropout does."""
         cuda = self.torch.cuda
         states = [self.torch.get_rng_state(), *([cuda.get_rng_state()] if cuda.is_initialized() else [])]
-        return [state.numpy().tobytes() for state in states]
+        return [bytes(state.tolist()) for state in states]
 
     def write(self, event, **values):
         if not self.file:
