@@ -18,8 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -64,6 +66,11 @@ def no_launcher():
     dist.init_process_group("gloo")
 
 
+def no_rank():
+    os.environ.pop("RANK", None)
+    int(os.environ["RANK"])
+
+
 def nccl():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -77,6 +84,12 @@ def no_master():
     with socket.create_server((HERE, 0)) as server:
         free = server.getsockname()[1]
     dist.TCPStore(HERE, free, timeout=timedelta(seconds=1))
+
+
+def missing():
+    with socket.create_server((HERE, 0)) as server:
+        free = server.getsockname()[1]
+    dist.TCPStore(HERE, free, world_size=2, is_master=True, timeout=timedelta(seconds=1))
 
 
 def unused():
@@ -101,6 +114,13 @@ def twice():
     model(torch.ones(1, 4, requires_grad=True)).sum().backward()
 
 
+def attribute():
+    group_of_one()
+    model = TwoLayers()
+    model.num_classes = 4
+    return DistributedDataParallel(model).num_classes
+
+
 def frozen():
     group_of_one()
     DistributedDataParallel(nn.Linear(4, 4).requires_grad_(False))
@@ -114,6 +134,11 @@ def sync_batchnorm():
 def channels_last():
     group_of_one()
     fully_shard(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), mesh=init_device_mesh("cpu", (1,)))
+
+
+def deepcopy():
+    group_of_one()
+    AveragedModel(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
 
 
 def mixed():
@@ -240,9 +265,14 @@ def shared_memory():
     next(iter(DataLoader(Killed(), num_workers=1)))
 
 
-ERRORS = [as_file, no_group, no_launcher, nccl, port, no_master, local_rank, unused, twice, none_unused, frozen, shapes,
-          sync_batchnorm, channels_last, mixed, inplace, two_forwards, again, no_gradient, no_parameters, scheduler,
-          one_sample, peer, sizes, shared_memory, open_files, workers, batch, prefix, classes, namespace, torn]
+def child():  # torchrun raises this
+    raise ChildFailedError("train.py", {0: ProcessFailure(local_rank=0, pid=4711, exitcode=1, error_file="<N/A>")})
+
+
+ERRORS = [as_file, no_group, no_launcher, no_rank, nccl, port, no_master, missing, local_rank, unused, twice,
+          attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, deepcopy, mixed, inplace,
+          two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer, sizes, shared_memory,
+          open_files, workers, batch, prefix, classes, namespace, torn, child]
 
 
 def main():

@@ -78,7 +78,7 @@ def test_an_example_produces_the_message(error, capfd, alone):
         try:
             error()
         except (Exception, SystemExit) as raised:
-            said = f"{raised}"
+            said = f"{type(raised).__name__}: {raised}"
     said = "\n".join([said, *(str(warning.message) for warning in warned), *capfd.readouterr()])
     messages = [found[1] for found in re.findall(r"(`+)(.+?)\1(?!`)", NAMED[error.__name__])]
     patterns = [".*".join(map(re.escape, re.split(r"\s*\.\.\.\s*", message))) for message in messages]
