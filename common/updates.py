@@ -22,7 +22,7 @@ def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
 
 
 class WarmUp:
-    """Raises the learning rate linearly to the scheduler's rate, over an optimizer's first `updates` updates.
+    """Raises the learning rate linearly to the scheduler's rate, during the first `updates` steps of an optimizer.
 
     See Goyal et al. 2017 (https://arxiv.org/abs/1706.02677), section 2.2. Only the step itself sees the reduced rate:
     the scheduler and checkpoints see the full one. `factor` is the fraction of the full rate that the last update used.

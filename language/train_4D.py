@@ -41,7 +41,7 @@ from . import sequence
 # new # CP
 from . import context
 
-# new # 4D: PP: the other modules are already imported for FSDP
+# new # 4D: PP: the blocks of FSDP already import the other modules
 from common import pipeline
 from . import stages
 

@@ -54,7 +54,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=48, help="samples per step, over ALL processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate")
     parser.add_argument("--seed", type=int, default=0, help="seed for the weights and the sample order")
-    parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if there is a GPU, else cpu)")
+    parser.add_argument("--device", help="cpu, cuda, xpu (default: cuda if available, else cpu)")
     parser.add_argument("--output", default="best.pt", help="file for the checkpoint of the best epoch")
 
     # new # DDP: torch.distributed.launch passes this option; torchrun does not
