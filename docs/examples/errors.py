@@ -92,6 +92,10 @@ def missing():
     dist.TCPStore(HERE, free, world_size=2, is_master=True, timeout=timedelta(seconds=1))
 
 
+def pickled():
+    list(DataLoader(DATA, num_workers=1, multiprocessing_context="spawn", collate_fn=lambda batch: batch))
+
+
 def unused():
     group_of_one()
     model = DistributedDataParallel(TwoLayers())
@@ -254,6 +258,15 @@ class Killed(torch.utils.data.Dataset):
         os.kill(os.getpid(), signal.SIGBUS)  # as the kernel does when /dev/shm is full
 
 
+class Exits(Killed):
+    def __getitem__(self, index):
+        os._exit(1)
+
+
+def worker_exits():
+    list(DataLoader(Exits(), num_workers=1))
+
+
 def open_files():
     import resource  # not on Windows
 
@@ -269,10 +282,10 @@ def child():  # torchrun raises this
     raise ChildFailedError("train.py", {0: ProcessFailure(local_rank=0, pid=4711, exitcode=1, error_file="<N/A>")})
 
 
-ERRORS = [as_file, no_group, no_launcher, no_rank, nccl, port, no_master, missing, local_rank, unused, twice,
+ERRORS = [as_file, no_group, no_launcher, no_rank, nccl, port, no_master, missing, local_rank, pickled, unused, twice,
           attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, deepcopy, mixed, inplace,
           two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer, sizes, shared_memory,
-          open_files, workers, batch, prefix, classes, namespace, torn, child]
+          worker_exits, open_files, workers, batch, prefix, classes, namespace, torn, child]
 
 
 def main():

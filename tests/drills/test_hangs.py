@@ -67,6 +67,7 @@ def test_py_spy_finds_the_missing_rank(stuck):
         ("shapes", "appears not to match sizes of the same param in process 0."),
         ("peer", "Connection (reset|closed) by peer"),
         ("sizes", "Received data size doesn't match expected size."),
+        ("worker_exits", r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"),
         ("open_files", "Too many open files. Communication with the workers is no longer possible.")))])
 def test_an_example_with_processes_produces_the_message(name, message):
     result = run(sys.executable, "docs/examples/errors.py", name)
