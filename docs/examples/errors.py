@@ -267,6 +267,15 @@ def worker_exits():
     list(DataLoader(Exits(), num_workers=1))
 
 
+class Raises(Killed):
+    def __getitem__(self, index):
+        raise RuntimeError("no such sample")
+
+
+def worker_raises():
+    list(DataLoader(Raises(), num_workers=1))
+
+
 def open_files():
     import resource  # not on Windows
 
@@ -285,7 +294,7 @@ def child():  # torchrun raises this
 ERRORS = [as_file, no_group, no_launcher, no_rank, nccl, port, no_master, missing, local_rank, pickled, unused, twice,
           attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, deepcopy, mixed, inplace,
           two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer, sizes, shared_memory,
-          worker_exits, open_files, workers, batch, prefix, classes, namespace, torn, child]
+          worker_exits, worker_raises, open_files, workers, batch, prefix, classes, namespace, torn, child]
 
 
 def main():

@@ -68,6 +68,7 @@ def test_py_spy_finds_the_missing_rank(stuck):
         ("peer", "Connection (reset|closed) by peer"),
         ("sizes", "Received data size doesn't match expected size."),
         ("worker_exits", r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"),
+        ("worker_raises", "Caught RuntimeError in DataLoader worker process 0."),
         ("open_files", "Too many open files. Communication with the workers is no longer possible.")))])
 def test_an_example_with_processes_produces_the_message(name, message):
     result = run(sys.executable, "docs/examples/errors.py", name)

@@ -19,7 +19,7 @@ ROWS = [re.split(r" \| ", line.strip("| ")) for line in (DOCS / "errors.md").rea
         if line.startswith("| ") and not line.startswith("| the terminal")]
 NAMED = {name: row[0] for row in ROWS for name in re.findall(r"`(\w+)`", row[2]) if not row[2].startswith("Source")}
 # tests/drills/test_hangs.py starts these
-PROCESSES = {"shapes", "two_forwards", "peer", "sizes", "open_files", "shared_memory", "worker_exits"}
+PROCESSES = {"shapes", "two_forwards", "peer", "sizes", "open_files", "shared_memory", "worker_exits", "worker_raises"}
 
 
 @pytest.mark.parametrize("page", PAGES)
