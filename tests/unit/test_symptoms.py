@@ -35,7 +35,8 @@ def section(page, anchor):
 
 
 def within_two_pages(readme):
-    first = {page for _, page, _ in links(readme)}
+    """Return the pages that README links to, and those that these link to; README in another language leads nowhere."""
+    first = {page for _, page, _ in links(readme) if not page.startswith("README")}
     return first | {page for one in first for _, page, _ in links(one)}
 
 
