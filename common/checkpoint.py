@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import pickle
+import re
 import shutil
 import socket
 import sys
@@ -184,19 +185,22 @@ def load_file(option: str, path: str | Path) -> dict[str, Any]:
 
     The file may contain only tensors and plain values, so loading executes no code. torch maps the file into memory, so
     the processes of a host share one copy of its pages. Copy any tensor that must outlive the file. Raises UsageError,
-    naming `option`, if the file is missing, incomplete or in another format.
+    naming `option`, if the file is missing, incomplete, damaged or in another format.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except FileNotFoundError:
-        raise UsageError(f"{option} {path}: no such file") from None
+        if archive := zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:  # torch compares no checksums; they are all 0 if it wrote none
+                if any(part.CRC for part in parts.infolist()) and parts.testzip():
+                    raise zipfile.BadZipFile
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except OSError as error:
         raise UsageError(f"{option} {path}: {reason(error)}") from None
-    except pickle.UnpicklingError:
-        raise UsageError(f"{option} {path}: rejected: its content is not limited to tensors and plain values") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        newer = "maximum supported version" in str(error)
-        why = f"written by a newer torch than {torch.__version__}" if newer else "incomplete or not from torch.save"
+    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        why = "incomplete, damaged or not from torch.save"
+        if "maximum supported version" in str(error):
+            why = f"written by a newer torch than {torch.__version__}"
+        elif refused := re.search(r"GLOBAL (\S+)", str(error)):
+            why = f"rejected: only tensors and plain values are loaded, and it contains {refused[1]}"
         raise UsageError(f"{option} {path}: {why}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{option} {path}: contains a {type(content).__name__}, not a checkpoint")

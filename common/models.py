@@ -1,5 +1,7 @@
 """The networks, and how to prepare one for training: load weights, freeze layers, group parameters."""
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,34 +78,36 @@ def _create(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Mod
 def load_weights(model: nn.Module, path: str, content: dict | None = None) -> None:
     """Load the tensors in `path` that match `model` by name and shape; the main process lists all other tensors.
 
-    The file is a `state_dict`, or a checkpoint that has one under "model", as here, or "state_dict", as elsewhere; for
-    other formats, the caller passes its `content`. Names may contain WRAPPERS. Raises UsageError if nothing matches.
+    The file is a `state_dict`, or a checkpoint that has one under any key; for other formats, the caller passes its
+    `content`. Names may contain WRAPPERS, or start with one more component. Raises UsageError if nothing matches.
     """
     content = load_file("--weights", path) if content is None else content
-    other = other_classes(content, model)
-    content = next((content[key] for key in ("model", "state_dict") if isinstance(content.get(key), dict)), content)
-    wanted = model.state_dict()
-    wrapped = {name: plain for name in content.keys() - wanted.keys()
-               if (plain := _without_wrappers(name)) in wanted.keys() - content.keys()}
-    content = {wrapped.get(name, name): tensor for name, tensor in content.items()}
-    if wrapped and is_main_process():
-        print(f"weights {path}: removed wrappers from {len(wrapped)} names, such as {min(wrapped)}")
-    taken = {name: tensor for name, tensor in content.items()
-             if name in wanted and getattr(tensor, "shape", None) == wanted[name].shape}
+    other, wanted = other_classes(content, model), model.state_dict()
+    content = max(_readings(content, wanted), key=lambda names: len(names.keys() & wanted.keys()))
+    if (longer := [old for name, (old, _) in content.items() if name != old]) and is_main_process():
+        print(f"weights {path}: removed wrappers from {len(longer)} names, such as {min(longer)}")
+    taken = {name: tensor for name, (_, tensor) in content.items() if name in wanted and isinstance(tensor, Tensor)
+             and (tensor.shape, tensor.is_floating_point()) == (wanted[name].shape, wanted[name].is_floating_point())}
     if not taken:
-        raise UsageError(f"--weights {path}: no tensor in it matches the model by name and shape")
+        raise UsageError(f"--weights {path}: no tensor in it matches the model by name, shape and type")
     model.load_state_dict({name: taken[name] for name in taken if not wanted[name].is_meta}, strict=False)
     model.load_state_dict({name: tensor.to(wanted[name].dtype).contiguous() for name, tensor in taken.items()
                            if wanted[name].is_meta}, strict=False, assign=True)
     if is_main_process():
         left = {"not in the file": wanted.keys() - content.keys(), "not in the model": content.keys() - wanted.keys(),
-                "of a different shape": wanted.keys() & content.keys() - taken.keys()}
+                "of a different shape or type": wanted.keys() & content.keys() - taken.keys()}
         rest = "".join(f"; {why}: {', '.join(sorted(map(str, names)))}" for why, names in left.items() if names)
         print(f"weights {path}: loaded {len(taken)} of {len(wanted)} tensors{rest}{other and f'; {other}'}")
 
 
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in str(name).split(".") if part not in WRAPPERS)
+def _readings(content: dict, wanted: dict) -> Iterator[dict[str, tuple[str, Any]]]:
+    """Yield each way to read a file as {name: (name in the file, tensor)}: without WRAPPERS, then without a prefix."""
+    for part in (content.get("model"), content.get("state_dict"), content, *content.values()):
+        named = {str(name): (str(name), part[name]) for name in part} if isinstance(part, dict) else {}
+        plain = {".".join(word for word in name.split(".") if word not in WRAPPERS): named[name] for name in named}
+        for prefix in dict.fromkeys(["", *(name.partition(".")[0] + "." for name in plain)]):
+            yield {name.removeprefix(prefix): plain[name] for name in plain} | {
+                name: named[name] for name in named.keys() & wanted.keys()}
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:

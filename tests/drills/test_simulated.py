@@ -103,7 +103,7 @@ RESUME = "    start_epoch, best_score = checkpoint.resume(args.resume, folder, s
                  marks=pytest.mark.nightly),
     pytest.param("loader.py", {"torch.tensor(count, device=args.device)": "torch.tensor(count)"}, "in reduce_sum",
                  "No backend type associated with device type cpu", marks=pytest.mark.nightly),
-    ("common/checkpoint.py", {', map_location="cpu"': ""}, "", "incomplete or not from torch.save"),
+    ("common/checkpoint.py", {', map_location="cpu"': ""}, "", "damaged or not from torch.save"),
 ], ids=["sums on the CPU", "optimizer loaded before the model moves", "count on the CPU",
         "no map_location"])
 def test_a_wrong_placement_is_seen(whole, tmp_path, script, wrong, where, says):

@@ -1,4 +1,5 @@
 """Checkpoints and the output folder: the settings of a resumed run, and file systems that do not support locks."""
+import argparse
 import errno
 import functools
 import math
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, same
@@ -306,3 +308,36 @@ def test_a_name_that_cannot_be_given_leaves_the_last_checkpoint(tmp_path):
     with pytest.raises(ProcessError, match="earlier checkpoints are intact"):
         checkpoint.save_checkpoint(tmp_path / "last.pt", {"epoch": 2}, ["best.pt"])
     assert torch.load(tmp_path / "last.pt") == {"epoch": 1}
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_damaged_tensor_is_found_if_the_file_has_checksums(tmp_path, sums):
+    """torch writes checksums by default, but compares none (pytorch issue 126952)."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(sums)
+    torch.save({"weight": torch.zeros(10_000)}, tmp_path / "some.pt")
+    torch.serialization.set_crc32_options(before)
+    assert not checkpoint.load_file("--weights", tmp_path / "some.pt")["weight"].any()
+    content = bytearray((tmp_path / "some.pt").read_bytes())
+    content[len(content) // 2] = 1
+    (tmp_path / "some.pt").write_bytes(content)
+    if not sums:
+        assert checkpoint.load_file("--weights", tmp_path / "some.pt")["weight"].any()
+        return
+    with pytest.raises(UsageError, match="some.pt: incomplete, damaged or not from torch.save$"):
+        checkpoint.load_file("--weights", tmp_path / "some.pt")
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n", "incomplete, damaged or not from"),
+    (b"<!DOCTYPE html>", "incomplete, damaged or not from"), (b"\x40\0\0\0\0\0\0\0{}", "incomplete, damaged or not from"),
+    ({"args": argparse.Namespace(lr=1)}, "rejected: .* it contains argparse.Namespace$"),
+    ({"best": np.float64(0.5)}, r"rejected: .* it contains numpy\._?core\.multiarray\.scalar$")])
+def test_what_is_no_checkpoint_and_what_it_may_not_contain_are_named(tmp_path, content, said):
+    """A pointer of Git LFS, a web page and a file of safetensors; arguments and numbers of numpy."""
+    if isinstance(content, bytes):
+        (tmp_path / "some.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "some.pt")
+    with pytest.raises(UsageError, match=f"^--weights .*some.pt: {said}"):
+        checkpoint.load_file("--weights", tmp_path / "some.pt")

@@ -86,9 +86,11 @@ def test_a_metric_of_another_size_is_named(metric, said):
     (lambda name: f"_orig_mod.{name}", 12, "_orig_mod.classifier.bias"),
     (lambda name: f"module.{name}", 12, "module.classifier.bias"),
     (lambda name: f"_orig_mod.module.{name}", 12, "_orig_mod.module.classifier.bias"),
+    (lambda name: f"model.{name}", 12, "model.classifier.bias"),
+    (lambda name: f"net.module.{name}", 12, "net.module.classifier.bias"),
     (lambda name: name.replace("features.", "features._orig_mod."), 6, "features._orig_mod.0.bias")])
 def test_weights_are_loaded_under_the_names_of_wrappers(tmp_path, capsys, wrap, count, example):
-    """Those of DDP and of torch.compile, for the whole model or a part of it."""
+    """Those of DDP and of torch.compile, for the whole model or a part of it, and the attribute of a LightningModule."""
     saved, model = (models.create_model("cnn", 10, (1, 28, 28)) for _ in range(2))
     torch.save({wrap(name): tensor for name, tensor in saved.state_dict().items()}, tmp_path / "some.pt")
     models.load_weights(model, str(tmp_path / "some.pt"))
@@ -113,10 +115,23 @@ def test_a_plain_name_wins_over_a_wrapped_one(tmp_path):
     assert model.weight.all()
 
 
-@pytest.mark.parametrize("key", ["model", "state_dict"])
+@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "net"])
 def test_weights_are_found_in_checkpoints_of_other_programs(tmp_path, capsys, key):
+    """In the dict that fits best; of several, the first is taken, and "model" before an average."""
     saved, model = (models.create_model("cnn", 10, (1, 28, 28)) for _ in range(2))
-    torch.save({key: saved.state_dict() | {0: 1}, "epoch": 3}, tmp_path / "some.pt")
+    average = {name: tensor + 1 for name, tensor in saved.state_dict().items()}
+    others = {"ema": average, key: saved.state_dict() | {0: 1}} if key == "model" else {key: saved.state_dict() | {0: 1}}
+    torch.save(others | {"epoch": 3, "state_dict_ema": average}, tmp_path / "some.pt")
     models.load_weights(model, str(tmp_path / "some.pt"))
     assert all(map(torch.equal, saved.state_dict().values(), model.state_dict().values()))
     assert "loaded 12 of 12 tensors; not in the model: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [
+    lambda tensor: (tensor * 100).to(torch.int8), lambda tensor: tensor.to(torch.complex64)])
+def test_weights_of_another_kind_of_type_are_not_loaded(tmp_path, change):
+    """Quantized weights need their scales."""
+    model = torch.nn.Linear(2, 2)
+    torch.save({name: change(tensor) for name, tensor in model.state_dict().items()}, tmp_path / "some.pt")
+    with pytest.raises(UsageError, match="no tensor in it matches the model by name, shape and type$"):
+        models.load_weights(model, str(tmp_path / "some.pt"))

@@ -226,7 +226,7 @@ def test_loaded_statistics_are_kept(group, capsys):
     model, weights = replay.outline(nn.BatchNorm1d, 2)
     models.load_weights(model, "weights.pt", {"running_mean": torch.full((2,), 7.0), "bias": torch.ones(3)})
     assert capsys.readouterr().out == ("weights weights.pt: loaded 1 of 5 tensors; not in the file: "
-                                       "num_batches_tracked, running_var, weight; of a different shape: bias\n")
+                                       "num_batches_tracked, running_var, weight; of a different shape or type: bias\n")
     shards.fill(model, weights, torch.device("cpu"))
     assert (model.running_mean == 7).all() and (model.running_var == 1).all() and (model.weight == 1).all()
 
