@@ -2,6 +2,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -101,13 +102,14 @@ def create_datasets(path: Path, mean: Sequence[float], std: Sequence[float],
 
 
 def _subfolders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
+    return sorted(normalize("NFC", each.name) for each in path.iterdir() if each.is_dir() and not is_hidden(each.name))
 
 
 def _samples(path: Path, classes: list[str]) -> list[tuple[str, int]]:
     labels = {name: label for label, name in enumerate(classes)}
     files, first = find_files(path), len(os.path.join(path, ""))
-    samples = [(file, labels[name]) for file in files if (name := file[first:].split(os.sep)[0]) in labels]
+    names = [normalize("NFC", file[first:].split(os.sep)[0]) for file in files]  # macOS: an accent is a letter
+    samples = [(file, labels[name]) for file, name in zip(files, names) if name in labels]
     if len(samples) < len(files) and is_main_process():
         print(f"{path}: {len(files) - len(samples)} images are in no class folder, so not used")
     if empty := set(range(len(classes))) - {label for _, label in samples}:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError, features
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from .errors import ProcessError, UsageError, reason
@@ -17,6 +17,8 @@ from .reduce import is_main_process
 
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")  # formats of the content; the extension may differ
+if "avif" in features.modules and features.check("avif"):  # Pillow 11.3 or later
+    EXTENSIONS, FORMATS = (*EXTENSIONS, ".avif"), (*FORMATS, "AVIF")
 SYSTEM_FOLDERS = {  # created by NAS devices, archivers and file systems; compared in lower case
     "@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "__macosx", "lost+found", "$recycle.bin",
     "system volume information"}
@@ -135,7 +137,7 @@ def _decode(path: str | os.PathLike[str], encoded: np.ndarray, image: Image.Imag
     with _errors_name(path):
         if image.mode[0] in "IF" and image.format == "TIFF":  # "I;16": PIL would clip its values, not scale them
             raise ValueError(f"its pixels are {image.mode}, not 8-bit: save it as a PNG")
-        if image.format in ("GIF", "WEBP", "BMP", "TIFF"):  # PIL returns the first frame of an animation
+        if image.format not in ("JPEG", "MPO", "PNG"):  # PIL returns the first frame of an animation
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
         return decode_image(torch.from_numpy(encoded))
 
@@ -154,6 +156,7 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np
             with open(path, "rb", buffering=0) as file:
                 content = file.read()
         encoded = np.frombuffer(bytearray(content), np.uint8)  # torch needs writable memory
+        PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # 64 MB; color profiles can be larger than 1 MB
         pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # PIL's error would not name the file
         try:
             image = Image.open(io.BytesIO(encoded.data), formats=FORMATS)
@@ -174,7 +177,7 @@ def _errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError:
-        why = "not a JPEG, PNG, WebP, GIF, BMP or TIFF"
+        why = f"not one of {', '.join(FORMATS)}"
     except (OSError, RuntimeError, SyntaxError, ValueError, EOFError, struct.error) as error:
         why = reason(error)
     else:

@@ -9,6 +9,7 @@ import http.client
 import io
 import json
 import os
+import posixpath
 import random
 import tarfile
 import time
@@ -53,8 +54,8 @@ class Shards:
         index = f"{data_source}/{split}.json"
         try:
             with _open(index) as stream:
-                listed = [(f"{data_source}/{entry['url']}", int(entry["nsamples"]), entry.get("filesize"))
-                          for entry in json.load(stream)["shardlist"]]
+                listed = [(url if "://" in (url := entry["url"]) else posixpath.join(data_source, url),
+                           int(entry["nsamples"]), entry.get("filesize")) for entry in json.load(stream)["shardlist"]]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{index}: cannot be read as a list of shards ({_reason(error)}); "
                              f"python -m {__name__} --split {split} writes shards and their list") from None

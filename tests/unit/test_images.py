@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
-from torchvision.transforms.v2.functional import resize
+from PIL import Image, ImageOps, features
+from torchvision.transforms.v2.functional import pil_to_tensor, resize
 
 from common.errors import ProcessError, UsageError
 from common.images import decode, decode_reduced, decode_with_torchvision, find_files
@@ -259,6 +259,20 @@ def test_the_limit_can_be_raised_and_lowered(tmp_path, monkeypatch):
 
 def cut(path, source):
     path.write_bytes(source.read_bytes()[:source.stat().st_size * 2 // 3])
+
+
+def test_a_color_profile_may_be_larger_than_a_megabyte(tmp_path, decoder):
+    """Pillow refuses such a file by default (Pillow issues 2445 and 8363)."""
+    COLOR.save(tmp_path / "a.png", icc_profile=bytes(3_000_000))
+    assert torch.equal(decode(tmp_path / "a.png"), pil_to_tensor(COLOR))
+
+
+@pytest.mark.skipif("avif" not in features.modules or not features.check("avif"), reason="needs Pillow 11.3 or later, with AVIF")
+def test_avif_is_decoded(tmp_path, decoder):
+    COLOR.save(tmp_path / "a.avif", quality=100)
+    assert find_files(tmp_path) == [str(tmp_path / "a.avif")]
+    for image in decode(tmp_path / "a.avif"), pairs.decode_reduced(tmp_path / "a.avif", 8)[0]:
+        assert (image.int() - pil_to_tensor(COLOR).int()).abs().float().mean() < 4
 
 
 BAD = {

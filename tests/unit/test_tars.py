@@ -93,6 +93,16 @@ def test_any_part_is_read_from_a_folder_and_from_a_server(shards, server):
     assert read(server.url) == expected() and read(server.url, 3, 9) == expected(3, 9)
 
 
+def test_a_list_may_name_shards_elsewhere(shards, server, tmp_path):
+    """As lists do that `widsindex` wrote."""
+    for base in (str(shards), server.url):
+        content = json.loads((shards / LIST).read_text())
+        for shard in content["shardlist"]:
+            shard["url"] = f"{base}/{shard['url']}"
+        (tmp_path / LIST).write_text(json.dumps(content))
+        assert read(tmp_path) == expected()
+
+
 def test_a_reader_opens_only_the_shards_of_its_part(server):
     assert read(server.url, 5, 8) == expected(5, 8)
     assert [name for name, _ in server.asked] == ["test.json", "test-000001.tar"]
