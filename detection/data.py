@@ -28,7 +28,7 @@ from common import loading
 from common.datasets import digits
 from common.errors import ProcessError, UsageError, reason
 from common.image_folder import check_classes
-from common.images import ORIENTATION, decode
+from common.images import EXTENSIONS, ORIENTATION, decode
 from common.reduce import is_main_process
 
 DATASETS = ["scenes", "lines", "coco", "voc"]
@@ -201,7 +201,8 @@ def letterbox(image: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: list, *size: Any) -> Sample:
     """Check an image and its `objects`, each (class, ignored, *box); `size` is its declared width and height."""
-    if not image.is_file():
+    names = [image, *(Path(f"{image}{kind}") for kind in EXTENSIONS)]  # some programs leave out the extension
+    if not (found := next(filter(Path.is_file, names), None)):
         raise UsageError(f"{where}: no image {image}; correct the name or add the file")
     rows = np.zeros((len(objects), 5))
     shown = [",".join(map(str, [*box, label])) for label, _, *box in objects]
@@ -227,7 +228,7 @@ def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: 
     with contextlib.suppress(TypeError, ValueError):  # some programs write no size, or 0
         width, height = (int(float(side)) for side in size)
         declared = (width, height) if width > 0 and height > 0 else None
-    return image, rows.astype(np.float32), declared
+    return found, rows.astype(np.float32), declared
 
 
 def _outside(rows: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -240,8 +241,8 @@ def _report_outside(title: str, samples: list[Sample]) -> None:
     """Print how many boxes reach outside their images; read the sizes that are not declared from the files."""
     count, first = 0, None
     for path, rows, size in samples:
-        with contextlib.suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # decode() reports it
-            if size is None and len(rows):
+        with contextlib.suppress(Exception):  # decode() reports it
+            if len(rows) and (size is None or _outside(rows, size).any()):  # a declared size may be wrong
                 with Image.open(path) as image:
                     size = image.size[::-1] if image.getexif().get(ORIENTATION) in (5, 6, 7, 8) else image.size
         if size and (outside := _outside(rows, size).sum()):
@@ -279,8 +280,16 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
         image, *boxes = re.split(r"\s+(?=(?:[-+.\deE]*,[-+.\deE,]*(?:\s+|$))+$)", line.strip())
         objects = [(label, False, *corners) for *corners, label in (box.split(",") for box in boxes)]
         samples += [(folder / image, f"{file}, line {number}", objects)] if image else []
-    used = [int(label) for *_, objects in samples for label, *_ in objects if label.isdecimal()]
-    return samples, {str(label): name for label, name in enumerate(_classes(folder, range(max(used, default=-1) + 1)))}
+    used = {int(label) for *_, objects in samples for label, *_ in objects if label.isdecimal()}
+    names = _classes(folder, sorted(used))
+    if part == "train" and (absent := set(range(len(names))) - used) and not (folder / "classes.txt").is_file():
+        raise UsageError(f"{file}: class {min(absent)} has no boxes, and class {max(used)} has; the class is the last of "
+                         "five numbers; name all classes in classes.txt")
+    return samples, {str(label): name for label, name in enumerate(names)}
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() in ("1", "1.0", "true")
 
 
 def _without_outlines(each: dict) -> dict:
@@ -306,7 +315,7 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
                 raise UsageError(f"{files[0]}: some {kind} have the same id; make the ids unique")
         for each in content["annotations"]:
             where = f"annotation {each['id']}"
-            box = each["category_id"], str(each.get("iscrowd", 0)) in ("1", "True"), *each["bbox"]
+            box = each["category_id"], _is_true(each.get("iscrowd")), *each["bbox"]
             samples[each["image_id"]][2].extend([] if 0 in box[4:] else [box])  # skip boxes without area: COCO has some
     except (KeyError, TypeError) as error:
         raise UsageError(f"{files[0]}, {where}: {error!r}; see cocodataset.org/#format-data") from None
@@ -328,7 +337,7 @@ def _read_voc(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
         if not file.is_file():  # the lists of one class have a second column
             file = file.with_name(re.sub(r"\s+(-1|0|1)$", "", line) + ".xml")
         root = _read(file, ElementTree.fromstring)
-        objects = [(_text(file, each, "name"), _text(file, each, "difficult") == "1",
+        objects = [(_text(file, each, "name"), _is_true(_text(file, each, "difficult")),
                     *[_text(file, each, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")])
                    for each in root.findall("object")]
         samples.append((folder / "JPEGImages" / (_text(file, root, "filename") or ""), str(file), objects,
