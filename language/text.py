@@ -2,6 +2,7 @@
 
 A token is a byte, or one of the numbers in the files that the scripts of nanoGPT, build-nanogpt and llm.c write.
 """
+import codecs
 import hashlib
 import os
 import sysconfig
@@ -120,6 +121,9 @@ def _memory_map(file: Path) -> np.ndarray:
     try:
         with open(file, "rb") as opened:
             start = opened.read(2**20)
+            opened.seek(-min(len(start), 2**12), os.SEEK_END)
+            if start and not any(opened.read()):
+                raise UsageError(f"--data-path: {file}: ends with zeros; it was not written to its end")
         kind = LLM_C.get(int.from_bytes(start[:4], "little"))
         if start.startswith(b"\x93NUMPY"):
             tokens = np.load(file, mmap_mode="r")
@@ -145,8 +149,8 @@ def _why_not_tokens(start: bytes) -> str | None:
     """Return what a file that starts with `start` contains instead of `uint16` tokens, or None."""
     if start.startswith((b"PK\3\4", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1")):
         return "a zip, gzip, zstd, Parquet or Arrow file"
-    if start and not start.translate(None, b"\t\n\r" + bytes(range(32, 127))):
-        return "plain text"
+    if start.isascii() and any(start[1::2]):
+        return "text, or tokens of one byte"
     halves = np.frombuffer(start, np.uint16, len(start) // 2)
     for other, half in (halves[::2], halves[1::2]), (halves[1::2], halves[::2]):
         if len(half) and half.max() < 8 <= other.max():  # the upper halves of token numbers below 2**19
@@ -163,13 +167,13 @@ def _documents(path: Path) -> list[bytes]:
             others = [entry.name for entry in visible if entry not in files]
             if others and is_main_process():
                 print(f"{path}: not used, as it is no .txt file: {others[0]}, and {len(others) - 1} more")
-        return [_read_text(file) for file in files]
+        return list(filter(None, map(_read_text, files)))  # without empty files
     except OSError as error:
         raise UsageError(f"--data-path: {error.filename or path}: {reason(error)}") from None
 
 
 def _read_text(file: Path) -> bytes:
-    text = file.read_bytes()  # not read_text(): it changes "\r\n"
+    text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # not read_text(): it changes "\r\n"
     try:
         text.decode()
     except UnicodeDecodeError as error:

@@ -25,6 +25,13 @@ def test_one_document_of_twenty_is_for_validation(tmp_path):
     assert val.tokens.tobytes() == b"38" * 20 + b"\0" + b"39" * 20 + b"\0"
 
 
+def test_neither_a_mark_of_utf_8_nor_an_empty_file_is_text(tmp_path):
+    for name, content in {"a.txt": b"\xef\xbb\xbf" + b"words" * 9, "b.txt": b"words" * 9, "c.txt": b""}.items():
+        (tmp_path / name).write_bytes(content)
+    for part in text.create_datasets("text", tmp_path, 4, 8, seed=0):
+        assert part.tokens.tobytes() == b"words" * 9 + b"\0"
+
+
 def test_a_file_of_a_mac_is_no_document(tmp_path):
     (tmp_path / "a.txt").write_text("words" * 50)
     (tmp_path / "._a.txt").write_bytes(b"\0\5\x16\7")
@@ -85,7 +92,9 @@ def save_zip(file):
     *((lambda file, kind=kind: TOKENS.astype(kind).tofile(file), "numbers of 4 or 8 bytes, not uint16")
       for kind in ("<u4", "<i8", ">u4", ">i8")),
     (lambda file: (TOKENS + 2**18).astype(np.uint32).tofile(file), "numbers of 4 or 8 bytes"),  # a large vocabulary
-    (lambda file: file.write_text("It was a dark and stormy night.\n" * 9), "plain text, not uint16 tokens"),
+    (lambda file: file.write_text("It was a dark and stormy night.\n" * 9), "text, or tokens of one byte, not"),
+    (lambda file: (TOKENS % 65).astype(np.uint8).tofile(file), "text, or tokens of one byte, not uint16 tokens"),
+    (lambda file: np.append(TOKENS, np.zeros(3000)).astype(np.uint16).tofile(file), "ends with zeros; it was not"),
     (save_zip, "a zip, gzip"), (lambda file: save_array(file, TOKENS), r"has int64 values of shape \(3000,\)"),
     (lambda file: file.write_bytes(HEADER.tobytes() + TOKENS[:2999].astype(np.uint16).tobytes()),
      "incomplete: 2,999 tokens, and its header says 3,000"), (lambda file: file.write_bytes(b""), "empty")])
