@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
-from .errors import ProcessError, RunError, UsageError
+from .errors import ProcessError, RunError, UsageError, reason
 from .launch import end_with_launcher, is_slurm_task
 
 PATIENCE = 10  # seconds: a process that only lost a connection waits this long for the launcher to end it
@@ -101,6 +101,8 @@ def explain(error: BaseException) -> str | None:
     last = "".join(text.splitlines()[-1:]).removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     if isinstance(error, (UsageError, RunError)):
         return last
+    if isinstance(error, OSError) and (lost := _lost_output()):
+        return f"standard output: {lost}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {last} try a smaller --batch-size, or train_grad_accum.py"
     if isinstance(error, RuntimeError) and WORKER_DIED.match(text):
@@ -115,6 +117,15 @@ def explain(error: BaseException) -> str | None:
         late = LATE.search(text)
         advice = "check the hosts, the network and --timeout" if late else "the first process that failed says why"
         return f"{_where(error)}lost the other processes: {text} ({advice})"
+    return None
+
+
+def _lost_output() -> str | None:
+    """Return why standard output cannot be written, such as `Broken pipe` after `| head`; None if it can."""
+    try:
+        print(flush=True)  # an empty line: flush() alone does not fail again
+    except OSError as error:
+        return reason(error)
     return None
 
 

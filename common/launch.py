@@ -34,9 +34,7 @@ def launch_environment() -> dict[str, str]:
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name):
                 raise UsageError(f"RANK is set, but {name} is not; use a launcher such as torchrun, which sets both")
-        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            if not env.get(name, "0").isdecimal():
-                raise UsageError(f"{name} is {env[name]!r}, which is not a number")
+        _require_numbers("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
             raise UsageError(f"RANK is {env['RANK']}, but WORLD_SIZE is {env['WORLD_SIZE']}; ranks count from 0")
         return {}
@@ -46,11 +44,19 @@ def launch_environment() -> dict[str, str]:
                              "torchrun, which sets both, or unset WORLD_SIZE")
         return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    _require_numbers("MASTER_PORT")
     port = step_port(int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"]))
     return {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": env["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": str(slurm_local_world_size(env)),
             "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": env.get("MASTER_PORT", str(port))}
+
+
+def _require_numbers(*names: str) -> None:
+    for name in names:
+        text = os.environ.get(name, "0")
+        if not (text.isdecimal() and int(text) < 65536):
+            raise UsageError(f"{name} is {text!r}, which is not a number from 0 to 65535")
 
 
 def cores_per_process() -> int:

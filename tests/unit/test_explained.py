@@ -136,6 +136,15 @@ def test_a_run_without_standard_streams_trains_and_its_files_do_not_take_their_p
     assert result.code == 0 and (tmp_path / "written").read_text() == "2 True"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+@pytest.mark.parametrize(("end", "why"), [("| head -1", "Broken pipe"), ("> /dev/full", "No space left on device")])
+def test_a_run_ends_with_one_line_if_its_output_cannot_be_written(end, why):
+    """Exit code 1, so that the launcher ends the other processes."""
+    program = "from common import cli\nwith cli.report_errors():\n    for n in range(10**6):\n        print(n)"
+    result = run("sh", "-c", f'{{ "$@"; echo $? >&2; }} {end}', "sh", PYTHON, "-c", program, env=FROM_ROOT)
+    assert result.err.splitlines() == [f"-c: error: standard output: {why}", "1"]
+
+
 def test_any_file_name_can_be_printed():
     """With an encoding that lacks a character, and with a byte that is not UTF-8."""
     program = "from common import cli\nwith cli.report_errors():\n    print('caf\\xe9', 'caf\\udce9')"

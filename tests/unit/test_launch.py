@@ -117,9 +117,11 @@ def test_another_launcher_has_the_last_word_under_slurm(environment):
     ({"RANK": "0", "WORLD_SIZE": "1"}, "^RANK is set, but MASTER_ADDR is not; "),
     ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "^RANK is set, but MASTER_PORT is not; "),
     (ALONE | {"RANK": "4", "WORLD_SIZE": "4"}, "^RANK is 4, but WORLD_SIZE is 4; ranks count from 0$"),
-    (ALONE | {"RANK": "$SLURM_PROCID"}, r"^RANK is '\$SLURM_PROCID', which is not a number$"),
-    (ALONE | {"MASTER_PORT": "tcp://head:1"}, "^MASTER_PORT is 'tcp://head:1', which is not a number$"),
-    (ALONE | {"LOCAL_RANK": ""}, "^LOCAL_RANK is '', which is not a number$"),
+    (ALONE | {"RANK": "$SLURM_PROCID"}, r"^RANK is '\$SLURM_PROCID', which is not a number from 0 to 65535$"),
+    (ALONE | {"MASTER_PORT": "tcp://head:1"}, "^MASTER_PORT is 'tcp://head:1', which is not a number from 0 to 65535$"),
+    (ALONE | {"MASTER_PORT": "65536"}, "^MASTER_PORT is '65536', which is not a number from 0 to 65535$"),
+    (TASK | {"MASTER_PORT": "99999"}, "^MASTER_PORT is '99999', which is not a number from 0 to 65535$"),
+    (ALONE | {"LOCAL_RANK": ""}, "^LOCAL_RANK is '', which is not a number from 0 to 65535$"),
     (BATCH | {"WORLD_SIZE": "2", "MASTER_ADDR": "cook1"}, "^WORLD_SIZE is 2, but RANK is not set; ")])
 def test_a_part_of_a_launchers_variables_is_refused(environment, variables, said):
     environment(variables)
