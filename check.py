@@ -116,10 +116,10 @@ def judge(everyone):
 
 
 def in_shell(env):
-    """Return whether the shell of `srun --pty` started this process: a terminal, but not the PID of Slurm's task."""
+    """Return whether an interactive shell of `srun --pty` started this process: a terminal, and a group of its own."""
     with contextlib.suppress(OSError):
         os.close(os.open("/dev/tty", os.O_RDONLY))
-        return env.get("SLURM_TASK_PID") != str(os.getpid())
+        return env.get("SLURM_TASK_PID") != str(os.getpgrp())
 
 
 def place(env):

@@ -15,8 +15,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from .errors import ProcessError, UsageError, reason
 from .reduce import is_main_process
 
-EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")  # formats of the content; the extension may differ
+EXTENSIONS: tuple[str, ...] = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+FORMATS: tuple[str, ...] = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")  # of the content; the extension may differ
 if "avif" in features.modules and features.check("avif"):  # Pillow 11.3 or later
     EXTENSIONS, FORMATS = (*EXTENSIONS, ".avif"), (*FORMATS, "AVIF")
 SYSTEM_FOLDERS = {  # created by NAS devices, archivers and file systems; compared in lower case

@@ -82,25 +82,25 @@ def share_cores(own: int, total: int, processes: int) -> int:
 
 def is_slurm_task() -> bool:
     """Return whether this process is a task of a parallel Slurm step."""
-    return is_task(os.environ, os.getpid(), _has_terminal())
+    return is_task(os.environ, _group_with_terminal())
 
 
-def is_task(env: Mapping[str, str], pid: int, has_terminal: bool) -> bool:
-    """Return whether the process `pid` with the environment `env` is one of several tasks that Slurm's `srun` started.
+def is_task(env: Mapping[str, str], group: int | None) -> bool:
+    """Return whether a process with the environment `env` belongs to one of several tasks that Slurm's `srun` started.
 
-    A batch script is not a step, and the interactive step of `salloc` has one task. The shell of `srun -n4 --pty bash`
-    has the variables of the first of four tasks, although the other three shells have ended. A process that this shell
-    starts has the shell's terminal and a different PID than the task. Without `--pty`, a task has no terminal.
+    `group` is its process group, or None if it has no terminal. A batch script is not a step, and the interactive step
+    of `salloc` has one task. The shell of `srun -n4 --pty bash` has the variables of the first of four tasks, although
+    the other three shells have ended. An interactive shell gives each command a group. A script leaves them in its own.
     """
-    return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (not has_terminal or env.get("SLURM_TASK_PID") == str(pid))
+    return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (group is None or env.get("SLURM_TASK_PID") == str(group))
 
 
-def _has_terminal() -> bool:
+def _group_with_terminal() -> int | None:
     try:  # not isatty: nohup and redirection replace standard input, not the controlling terminal
         os.close(os.open("/dev/tty", os.O_RDONLY))
     except OSError:
-        return False
-    return True
+        return None
+    return os.getpgrp()
 
 
 def slurm_local_world_size(env: Mapping[str, str]) -> int:

@@ -283,8 +283,8 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     used = {int(label) for *_, objects in samples for label, *_ in objects if label.isdecimal()}
     names = _classes(folder, sorted(used))
     if part == "train" and (absent := set(range(len(names))) - used) and not (folder / "classes.txt").is_file():
-        raise UsageError(f"{file}: class {min(absent)} has no boxes, and class {max(used)} has; the class is the last of "
-                         "five numbers; name all classes in classes.txt")
+        raise UsageError(f"{file}: class {min(absent)} has no boxes, and class {max(used)} has; the class is the last "
+                         "of five numbers; name all classes in classes.txt")
     return samples, {str(label): name for label, name in enumerate(names)}
 
 

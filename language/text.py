@@ -122,8 +122,9 @@ def _memory_map(file: Path) -> np.ndarray:
         with open(file, "rb") as opened:
             start = opened.read(2**20)
             opened.seek(-min(len(start), 2**12), os.SEEK_END)
-            if start and not any(opened.read()):
-                raise UsageError(f"--data-path: {file}: ends with zeros; it was not written to its end")
+            tail = opened.read()
+        if len(tail) > 64 and tail[4:] == tail[:-4]:  # as in a file of numpy.memmap whose program was interrupted
+            raise UsageError(f"--data-path: {file}: its last {len(tail):,} bytes repeat; it was not written to its end")
         kind = LLM_C.get(int.from_bytes(start[:4], "little"))
         if start.startswith(b"\x93NUMPY"):
             tokens = np.load(file, mmap_mode="r")

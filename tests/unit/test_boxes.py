@@ -210,7 +210,8 @@ def test_a_crowd_may_be_a_text(tmp_path, crowd, label):
     content = json.dumps(coco(annotation(1, 5, 20, 30, 40, 20, iscrowd=crowd)))
     train, _ = data.create_datasets("coco", write_set(tmp_path, "coco", **{JSON: content}), 96, 0)
     assert train.samples[0][1][0, 0] == label
-    difficult = xml(voc_object("cat", 1, 2, 3, 4), voc_object("dog", 1, 2, 3, 4, more=f"<difficult>{crowd}</difficult>"))
+    dog = voc_object("dog", 1, 2, 3, 4, more=f"<difficult>{crowd}</difficult>")
+    difficult = xml(voc_object("cat", 1, 2, 3, 4), dog)
     train, _ = data.create_datasets("voc", write_set(tmp_path, "voc", **{XML: difficult}), 96, 0)
     assert train.samples[0][1][1, 0] == label
 

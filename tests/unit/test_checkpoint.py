@@ -330,7 +330,8 @@ def test_a_damaged_tensor_is_found_if_the_file_has_checksums(tmp_path, sums):
 
 @pytest.mark.parametrize(("content", "said"), [
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n", "incomplete, damaged or not from"),
-    (b"<!DOCTYPE html>", "incomplete, damaged or not from"), (b"\x40\0\0\0\0\0\0\0{}", "incomplete, damaged or not from"),
+    (b"<!DOCTYPE html>", "incomplete, damaged or not from"),
+    (b"\x40\0\0\0\0\0\0\0{}", "incomplete, damaged or not from"),
     ({"args": argparse.Namespace(lr=1)}, "rejected: .* it contains argparse.Namespace$"),
     ({"best": np.float64(0.5)}, r"rejected: .* it contains numpy\._?core\.multiarray\.scalar$")])
 def test_what_is_no_checkpoint_and_what_it_may_not_contain_are_named(tmp_path, content, said):

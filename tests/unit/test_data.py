@@ -153,7 +153,7 @@ def test_names_that_differ_only_in_case_are_two_classes_with_a_warning(tmp_path,
 
 def test_a_class_may_be_spelled_in_two_ways(tmp_path):
     """As on macOS and elsewhere: an accent of its own, or one letter."""
-    names = [f"train/caf\u00e9/{n}.png" for n in range(2)] + ["train/tea/0.png", "val/cafe\u0301/0.png", "val/tea/0.png"]
+    names = ["train/caf\u00e9/0.png", "train/tea/0.png", "val/cafe\u0301/0.png", "val/tea/0.png"]
     train, val = datasets.create_datasets("folder", write_images(tmp_path, *names), 0)
     assert train.classes == val.classes == ["caf\u00e9", "tea"] and val.labels.tolist() == [0, 1]
 

@@ -267,7 +267,7 @@ def test_a_color_profile_may_be_larger_than_a_megabyte(tmp_path, decoder):
     assert torch.equal(decode(tmp_path / "a.png"), pil_to_tensor(COLOR))
 
 
-@pytest.mark.skipif("avif" not in features.modules or not features.check("avif"), reason="needs Pillow 11.3 or later, with AVIF")
+@pytest.mark.skipif(not ("avif" in features.modules and features.check("avif")), reason="needs Pillow 11.3 or later")
 def test_avif_is_decoded(tmp_path, decoder):
     COLOR.save(tmp_path / "a.avif", quality=100)
     assert find_files(tmp_path) == [str(tmp_path / "a.avif")]

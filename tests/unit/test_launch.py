@@ -40,17 +40,16 @@ def environment(alone, monkeypatch):
     return update
 
 
-@pytest.mark.parametrize("env, pid, has_terminal, expected", [
-    (TASK, 9585, False, True),
-    (TASK, 9600, False, True),  # python, started by a wrapper script
-    (SHELL, 9643, True, True),  # srun -n2 --pty python
-    (SHELL, 9653, True, False),  # python in the shell of srun -n2 --pty bash
-    (INTERACTIVE, 13134, True, False),
-    (INTERACTIVE, 13134, False, False),  # a notebook's kernel, say
-    (BATCH, 11511, False, False),
-    ({}, 1, True, False)])
-def test_only_what_a_parallel_step_started_is_a_task(env, pid, has_terminal, expected):
-    assert launch.is_task(env, pid, has_terminal) == expected
+@pytest.mark.parametrize("env, group, expected", [
+    (TASK, None, True),
+    (SHELL, 9643, True),  # srun -n2 --pty python, or a script that starts python
+    (SHELL, 9653, False),  # python in the shell of srun -n2 --pty bash
+    (INTERACTIVE, 13134, False),
+    (INTERACTIVE, None, False),  # a notebook's kernel, say
+    (BATCH, None, False),
+    ({}, 1, False)])
+def test_only_what_a_parallel_step_started_is_a_task(env, group, expected):
+    assert launch.is_task(env, group) == expected
 
 
 @pytest.mark.parametrize("counts, node, expected", [

@@ -90,7 +90,7 @@ def test_a_metric_of_another_size_is_named(metric, said):
     (lambda name: f"net.module.{name}", 12, "net.module.classifier.bias"),
     (lambda name: name.replace("features.", "features._orig_mod."), 6, "features._orig_mod.0.bias")])
 def test_weights_are_loaded_under_the_names_of_wrappers(tmp_path, capsys, wrap, count, example):
-    """Those of DDP and of torch.compile, for the whole model or a part of it, and the attribute of a LightningModule."""
+    """Those of DDP and torch.compile, for the whole model or a part of it, and the attribute of a LightningModule."""
     saved, model = (models.create_model("cnn", 10, (1, 28, 28)) for _ in range(2))
     torch.save({wrap(name): tensor for name, tensor in saved.state_dict().items()}, tmp_path / "some.pt")
     models.load_weights(model, str(tmp_path / "some.pt"))
@@ -120,8 +120,8 @@ def test_weights_are_found_in_checkpoints_of_other_programs(tmp_path, capsys, ke
     """In the dict that fits best; of several, the first is taken, and "model" before an average."""
     saved, model = (models.create_model("cnn", 10, (1, 28, 28)) for _ in range(2))
     average = {name: tensor + 1 for name, tensor in saved.state_dict().items()}
-    others = {"ema": average, key: saved.state_dict() | {0: 1}} if key == "model" else {key: saved.state_dict() | {0: 1}}
-    torch.save(others | {"epoch": 3, "state_dict_ema": average}, tmp_path / "some.pt")
+    first = {"ema": average} if key == "model" else {}
+    torch.save({**first, key: saved.state_dict() | {0: 1}, "epoch": 3, "ema2": average}, tmp_path / "some.pt")
     models.load_weights(model, str(tmp_path / "some.pt"))
     assert all(map(torch.equal, saved.state_dict().values(), model.state_dict().values()))
     assert "loaded 12 of 12 tensors; not in the model: 0" in capsys.readouterr().out

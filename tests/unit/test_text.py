@@ -94,7 +94,8 @@ def save_zip(file):
     (lambda file: (TOKENS + 2**18).astype(np.uint32).tofile(file), "numbers of 4 or 8 bytes"),  # a large vocabulary
     (lambda file: file.write_text("It was a dark and stormy night.\n" * 9), "text, or tokens of one byte, not"),
     (lambda file: (TOKENS % 65).astype(np.uint8).tofile(file), "text, or tokens of one byte, not uint16 tokens"),
-    (lambda file: np.append(TOKENS, np.zeros(3000)).astype(np.uint16).tofile(file), "ends with zeros; it was not"),
+    *((lambda file, kind=kind, last=last: np.append(TOKENS, np.full(3000, last)).astype(kind).tofile(file),
+       "its last 4,096 bytes repeat; it was not written to its end") for kind, last in (("<u2", 0), ("<u2", 50256))),
     (save_zip, "a zip, gzip"), (lambda file: save_array(file, TOKENS), r"has int64 values of shape \(3000,\)"),
     (lambda file: file.write_bytes(HEADER.tobytes() + TOKENS[:2999].astype(np.uint16).tobytes()),
      "incomplete: 2,999 tokens, and its header says 3,000"), (lambda file: file.write_bytes(b""), "empty")])
