@@ -101,8 +101,11 @@ def explain(error: BaseException) -> str | None:
     last = "".join(text.splitlines()[-1:]).removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     if isinstance(error, (UsageError, RunError)):
         return last
-    if isinstance(error, OSError) and (lost := _lost_output()):
-        return f"standard output: {lost}"
+    if isinstance(error, OSError):
+        try:
+            print(flush=True)  # does this fail again, as after `| head`? flush() alone would not
+        except OSError as lost:
+            return f"standard output: {reason(lost)}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {last} try a smaller --batch-size, or train_grad_accum.py"
     if isinstance(error, RuntimeError) and WORKER_DIED.match(text):
@@ -117,15 +120,6 @@ def explain(error: BaseException) -> str | None:
         late = LATE.search(text)
         advice = "check the hosts, the network and --timeout" if late else "the first process that failed says why"
         return f"{_where(error)}lost the other processes: {text} ({advice})"
-    return None
-
-
-def _lost_output() -> str | None:
-    """Return why standard output cannot be written, such as `Broken pipe` after `| head`; None if it can."""
-    try:
-        print(flush=True)  # an empty line: flush() alone does not fail again
-    except OSError as error:
-        return reason(error)
     return None
 
 

@@ -17,7 +17,7 @@ import urllib.request
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from .. import cli
 from ..errors import ProcessError, RunError, UsageError, reason
@@ -30,24 +30,18 @@ TIMEOUT = 60  # seconds without data after which an attempt fails
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes after which a new attempt can succeed
 
 
-class Shard(NamedTuple):
-    """A tar file with `size` pairs."""
-
-    url: str
-    size: int
-
-
 class Shards:
     """The shards of a split, in a folder or below an http(s) URL; the length is the number of pairs.
 
     `names` are the names of the two files of a pair, such as ("img", "gt"). `buffer` is the size of the shuffle buffer,
-    in pairs. The default `data_source` is a small sample set, which the first call creates. Raises UsageError, naming
-    the file, if the list cannot be read, or if a shard in the folder is missing or differs in size from the list.
+    in pairs. The attribute `shards` lists (URL, number of pairs). The default `data_source` is a small sample set, which
+    the first call creates. Raises UsageError, naming the file, if the list cannot be read, or if a shard in the folder
+    is missing or differs in size from the list.
     """
 
     def __init__(self, data_source: str | None, split: str, names: Sequence[str], buffer: int) -> None:
         _library()
-        self.names, self.buffer, self.shards = names, buffer, list[Shard]()
+        self.names, self.buffer, self.shards = names, buffer, list[tuple[str, int]]()
         if data_source is None:
             pairs.create_once(SAMPLES, _make_samples)
             data_source = str(SAMPLES)
@@ -60,7 +54,7 @@ class Shards:
             raise UsageError(f"{index}: cannot be read as a list of shards ({_reason(error)}); "
                              f"python -m {__name__} --split {split} writes shards and their list") from None
         for url, size, length in listed:
-            self.shards.append(Shard(url, size))
+            self.shards.append((url, size))
             if "://" in url:
                 continue  # a request for each of thousands of shards would take too long: check when reading
             if not os.path.isfile(url):
@@ -71,29 +65,29 @@ class Shards:
             raise UsageError(f"{index}: lists no pairs")
 
     def __len__(self) -> int:
-        return sum(shard.size for shard in self.shards)
+        return sum(size for _, size in self.shards)
 
-    def read(self, shards: Sequence[Shard], first: int, stop: int) -> Iterator[list[tuple[str, bytes]]]:
+    def read(self, shards: Sequence[tuple[str, int]], first: int, stop: int) -> Iterator[list[tuple[str, bytes]]]:
         """Yield the pairs `first` to `stop - 1` of these shards, each as two files (name, content).
 
         Raises ProcessError, naming the shard, if it cannot be read, or if its number of pairs differs from the list.
         """
-        for shard in shards:
-            begin, end = max(first, 0), min(stop, shard.size)
-            first, stop = first - shard.size, stop - shard.size
+        for url, size in shards:
+            begin, end = max(first, 0), min(stop, size)
+            first, stop = first - size, stop - size
             if begin >= end:
                 continue
             count, pair = 0, None
-            for sample in _samples(shard.url):
+            for sample in _samples(url):
                 if count < end:  # yield the last pair after the check below, which would not run otherwise
                     if pair:
                         yield pair
-                    pair = [_file(shard.url, sample, name) for name in self.names] if begin <= count else None
+                    pair = [_file(url, sample, name) for name in self.names] if begin <= count else None
                 count += 1
-                if count == end < shard.size:  # the rest is for another reader
+                if count == end < size:  # the rest is for another reader
                     break
             if count != end:  # a tar file that was cut off between two files looks complete
-                raise ProcessError(f"{shard.url}: has {count} pairs, but its list says {shard.size}; copy it again")
+                raise ProcessError(f"{url}: has {count} pairs, but its list says {size}; copy it again")
             if pair:
                 yield pair
 

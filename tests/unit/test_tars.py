@@ -238,8 +238,8 @@ def test_each_epoch_shuffles_the_shards_and_the_pairs(shards):
     cuts = pairs.Cuts(0, 1, 0, train=True)
     parts = [loader_streaming.Stream(found, cuts, part, 1) for part in (range(5), range(5, 10))]
     plans = [[part._plan(epoch, 0) for epoch in range(1, 7)] for part in parts]
-    shown = [[shard.url for shard in shards] for shards, _ in plans[0]]
-    assert shown == [[shard.url for shard in shards] for shards, _ in plans[1]]
+    shown = [[url for url, _ in shards] for shards, _ in plans[0]]
+    assert shown == [[url for url, _ in shards] for shards, _ in plans[1]]
     assert len({tuple(urls) for urls in shown}) > 2
     for part, plan in zip(parts, plans, strict=True):
         assert all(sorted(order) == list(part.share) for _, order in plan)
