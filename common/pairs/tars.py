@@ -34,8 +34,8 @@ class Shards:
     """The shards of a split, in a folder or below an http(s) URL; the length is the number of pairs.
 
     `names` are the names of the two files of a pair, such as ("img", "gt"). `buffer` is the size of the shuffle buffer,
-    in pairs. The attribute `shards` lists (URL, number of pairs). The default `data_source` is a small sample set, which
-    the first call creates. Raises UsageError, naming the file, if the list cannot be read, or if a shard in the folder
+    in pairs. The attribute `shards` lists (URL, number of pairs). The default `data_source` is a sample set, which the
+    first call creates. Raises UsageError, naming the file, if the list cannot be read, or if a shard in the folder
     is missing or differs in size from the list.
     """
 

@@ -31,7 +31,8 @@ def batch(environment, log, *command):
 def test_tasks_of_srun_are_the_processes_of_a_group(environment, reference, tmp_path):
     """Two tasks on two nodes train what torchrun's two processes train; an uneven placement of three counts three.
 
-    The second step starts a module. Not bit for bit: a task computes with the cores that it asked for, and so may sum in another order.
+    The second step starts a module. Not bit for bit: a task computes with the cores that it asked for, and so may sum
+    in another order.
     """
     said = good(srun(environment, "-N2", "-n2", "-c2")(PYTHON, *REFERENCE, "--output-dir", tmp_path / "srun")).out
     assert "2 process(es) x 1 micro-batch x 48" in said
