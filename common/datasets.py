@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -239,9 +238,6 @@ def _torchvision(kind: str, name: str, path: str | Path) -> list[tuple[Tensor, T
         raise UsageError(f"--dataset {name}: not in --data-path {path}; download failed ({reason(error)})") from None
     except OSError as error:
         raise UsageError(f"--data-path {path}: cannot read or download {name}: {reason(error)}") from None
-    return [(_channels_first(part.data), torch.as_tensor(part.targets)) for part in sets]
-
-
-def _channels_first(images: ArrayLike) -> Tensor:
-    images = torch.as_tensor(images)
-    return images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    images = [torch.as_tensor(part.data) for part in sets]
+    images = [part[:, None] if part.ndim == 3 else part.permute(0, 3, 1, 2).contiguous() for part in images]
+    return [(part, torch.as_tensor(each.targets)) for part, each in zip(images, sets)]

@@ -29,34 +29,30 @@ def launch_environment() -> dict[str, str]:
     port depends on the job and step numbers. Plain `python` gets a group of one process, on any free port. Raises
     UsageError if only some of the variables are set, or if `scontrol` cannot name the first host.
     """
-    env = os.environ
+    env, names = os.environ, ["MASTER_PORT"]
     if env.get("RANK"):
+        names = ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name):
                 raise UsageError(f"RANK is set, but {name} is not; use a launcher such as torchrun, which sets both")
-        _require_numbers("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
-            raise UsageError(f"RANK is {env['RANK']}, but WORLD_SIZE is {env['WORLD_SIZE']}; ranks count from 0")
-        return {}
-    if not is_slurm_task():
+    elif not is_slurm_task():
         if env.get("WORLD_SIZE", "1") not in ("", "1"):
             raise UsageError(f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set; use a launcher such as "
                              "torchrun, which sets both, or unset WORLD_SIZE")
         return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    _require_numbers("MASTER_PORT")
+    for name in names:
+        if name in env and not (env[name].isdecimal() and int(env[name]) < 65536):
+            raise UsageError(f"{name} is {env[name]!r}, which is not a number from 0 to 65535")
+    if env.get("RANK"):
+        if int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+            raise UsageError(f"RANK is {env['RANK']}, but WORLD_SIZE is {env['WORLD_SIZE']}; ranks count from 0")
+        return {}
     port = step_port(int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"]))
     return {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": env["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": str(slurm_local_world_size(env)),
             "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": env.get("MASTER_PORT", str(port))}
-
-
-def _require_numbers(*names: str) -> None:
-    for name in names:
-        text = os.environ.get(name, "0")
-        if not (text.isdecimal() and int(text) < 65536):
-            raise UsageError(f"{name} is {text!r}, which is not a number from 0 to 65535")
 
 
 def cores_per_process() -> int:
