@@ -140,6 +140,12 @@ def channels_last():
     fully_shard(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), mesh=init_device_mesh("cpu", (1,)))
 
 
+def strides():
+    group_of_one()
+    model = DistributedDataParallel(nn.Conv2d(3, 4, 1))
+    model(torch.ones(2, 5, 5, 3).permute(0, 3, 1, 2)).sum().backward()
+
+
 def deepcopy():
     group_of_one()
     AveragedModel(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
@@ -292,8 +298,8 @@ def child():  # torchrun raises this
 
 
 ERRORS = [as_file, no_group, no_launcher, no_rank, nccl, port, no_master, missing, local_rank, pickled, unused, twice,
-          attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, deepcopy, mixed, inplace,
-          two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer, sizes, shared_memory,
+          attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, strides, deepcopy, mixed,
+          inplace, two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer, sizes, shared_memory,
           worker_exits, worker_raises, open_files, workers, batch, prefix, classes, namespace, torn, child]
 
 
