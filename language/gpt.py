@@ -122,7 +122,8 @@ class Logits(nn.Module):
 class GPT(nn.Module):
     """Maps tokens, `int64` (N, T), to logits (N, T, vocabulary) of the next tokens.
 
-    With `end`, a token attends only to its own document, which starts after the previous `end` token. The size of the
+    With `end`, a token attends only to its own document, which starts after the previous `end` token. Instead of `end`,
+    an input of shape (N, 2, T) can name the documents: tokens, and the numbers of their documents. The size of the
     data's vocabulary is rounded up to a multiple of 64, which is faster on a GPU and can be divided over processes. The
     weights are drawn as in GPT-2: with standard deviation 0.02, or less in the layers that add to the residual stream.
 
@@ -142,18 +143,20 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers if adds else 1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.model(self.part(tokens), *self.around(tokens))
+        tokens, documents = tokens.unbind(1) if tokens.ndim == 3 else (tokens, None)
+        x = self.model(self.part(tokens), *self.around(tokens, documents))
         return self.logits(x, (self.lm_head or self.model.embed_tokens).weight)
 
     def part(self, tokens: Tensor) -> Tensor:
         """Return the columns of `tokens` (N, T), or of targets, at the `positions` that this process computes."""
         return tokens if self.positions is None else tokens[:, self.positions]
 
-    def around(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Attend]:
+    def around(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor | None, Attend]:
         """Return what the blocks need to know about positions: rotations, mask and `attend`.
 
         `rotations`, shape (2, P, width of a head), holds the cosines and sines with which rotate() rotates queries and
-        keys. The mask, shape (N, 1, P, T), is also causal. Without `end`, it is None, which makes attend() causal.
+        keys. The mask, shape (N, 1, P, T), is also causal. Without `end` and `documents`, the numbers (N, T) of the
+        tokens' documents, it is None, which makes attend() causal.
         """
         every = torch.arange(tokens.shape[1], device=tokens.device)
         positions = every if self.positions is None else self.positions
@@ -161,7 +164,9 @@ class GPT(nn.Module):
         speeds = self.size.base ** (-torch.arange(0, width, 2, device=every.device).to(precise) / width)
         angles = positions[:, None] * speeds
         dtype = product_type(self.model.embed_tokens.weight.dtype, tokens.device)
-        mask = None if self.end is None else same_document(tokens, self.end, positions)
+        if documents is None and self.end is not None:
+            documents = number_documents(tokens, self.end)
+        mask = None if documents is None else same_document(documents, positions)
         cos, sin = angles.cos(), angles.sin()
         rotations = torch.stack([cos, cos, -sin, sin], 1).view(-1, 2, width)
         return rotations.transpose(0, 1).to(dtype), mask, self.attend
@@ -208,14 +213,20 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-def same_document(tokens: Tensor, end: int, positions: Tensor) -> Tensor:
-    """Return the mask (N, 1, P, T): whether the tokens at `positions` (P,) attend to each token of (N, T).
+def number_documents(tokens: Tensor, end: int) -> Tensor:
+    """Return the number of each token's document (N, T); an `end` token belongs to the document that it ends."""
+    ends = (tokens == end).long()
+    return ends.cumsum(1) - ends
 
-    A token attends to itself and to the earlier tokens of its document.
+
+def same_document(documents: Tensor, positions: Tensor) -> Tensor:
+    """Return the mask (N, 1, P, T): whether the tokens at `positions` (P,) attend to each token.
+
+    `documents` (N, T) are the numbers of the tokens' documents. A token attends to itself and to the earlier tokens of
+    its document.
     """
-    document = (tokens == end).cumsum(1) - (tokens == end).long()  # `end` belongs to the document that it ends
-    before = positions[:, None] >= torch.arange(tokens.shape[1], device=tokens.device)
-    return ((document[:, positions, None] == document[:, None, :]) & before)[:, None]
+    before = positions[:, None] >= torch.arange(documents.shape[1], device=documents.device)
+    return ((documents[:, positions, None] == documents[:, None, :]) & before)[:, None]
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -260,33 +271,39 @@ def find_peak(name: str) -> float | None:
     return next((peak * 1e12 * get_world_size() for peak in peaks), None)
 
 
-@torch.no_grad()
-def write(model: GPT, prompt: str, count: int, length: int, seed: int, temperature: float = 0.8) -> str:
-    """Return `prompt` and the next `count` bytes, each drawn by the model from at most the last `length` bytes.
+def write(model: GPT, prompt: str, count: int, length: int, seed: int) -> str:
+    """Return `prompt` and the next `count` bytes, which draw() draws, as printable text; "" for an empty prompt.
 
-    For an empty prompt, the result is empty, too. Bytes that are not printable text become "\N{REPLACEMENT CHARACTER}":
-    control characters could change a terminal. If the tokens are not bytes, the result is a line that says so. All
-    processes that share the model must call this.
+    If the tokens are not bytes, the result is a line that says so. All processes that share the model must call this.
     """
-    weight = model.model.embed_tokens.weight
     if not prompt:
         return ""
-    if len(weight) != 256:
+    if len(model.model.embed_tokens.weight) != 256:
         return "no sample: the tokens are not bytes"
     if "forward" in vars(model):  # a pipeline's forward() accepts only whole batches
         return "no sample: write one with python -m language.train --evaluate"
+    return printable(bytes(draw(model, list(prompt.encode()), count, length, seed)).decode(errors="replace"))
+
+
+@torch.no_grad()
+def draw(model: GPT, prompt: list[int], count: int, length: int, seed: int, temperature: float = 0.8) -> list[int]:
+    """Return the tokens `prompt` and the next `count`, each drawn by the model from at most `length` tokens."""
     model.eval()
     divided = model.positions, model.attend
     model.positions, model.attend = None, attend
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt.encode())])
+    device, generator = model.model.embed_tokens.weight.device, torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([prompt])
     for _ in range(count):
         window = tokens[:, -length:]
-        logits = model(F.pad(window, (0, length - window.shape[1])).to(weight.device))[:, window.shape[1] - 1]
+        logits = model(F.pad(window, (0, length - window.shape[1])).to(device))[:, window.shape[1] - 1]
         if hasattr(logits, "full_tensor"):  # tensor parallelism splits the logits
             logits = logits.full_tensor()
         drawn = torch.multinomial((logits.float().cpu() / temperature).softmax(1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn], 1)
     model.positions, model.attend = divided
-    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return tokens[0].tolist()
+
+
+def printable(text: str) -> str:
+    """Return `text` with "\N{REPLACEMENT CHARACTER}" for control characters, which could change a terminal."""
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

@@ -81,7 +81,7 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int,
     if name == "tokens":
         parts, size = [_memory_map(Path(path, f"{part}.bin")) for part in ("train", "val")], vocabulary or GPT2
     else:
-        documents = _standard_library() if name == "stdlib" else _documents(Path(path))
+        documents = standard_library() if name == "stdlib" else _documents(Path(path))
         parts, size = [np.frombuffer(text, np.uint8) for text in _split(documents)], min(BYTES, vocabulary or BYTES)
     train, val = parts
     return (Windows(f"{name}'s training text", train, size, length, count, seed),
@@ -107,7 +107,7 @@ def digest(dataset: Any) -> str:
     return f"{len(dataset.tokens):,} tokens (sha256 {start})"
 
 
-def _standard_library() -> list[bytes]:
+def standard_library() -> list[bytes]:
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):

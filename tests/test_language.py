@@ -186,12 +186,12 @@ def test_windows_depend_on_seed_and_epoch_and_labels_are_the_next_tokens(tmp_pat
     assert whole == (tmp_path / "one.txt").read_bytes()
 
 
-def test_the_standard_library_is_its_code_in_one_order(tmp_path, monkeypatch):
+def test_thestandard_library_is_its_code_in_one_order(tmp_path, monkeypatch):
     for file in ("b.py", "a/c.py", "a/readme.txt", "test/d.py", "a/tests/e.py", "site-packages/f.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(file)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": tmp_path})
-    assert text._standard_library() == [b"a/c.py", b"b.py"]
+    assert text.standard_library() == [b"a/c.py", b"b.py"]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
