@@ -16,6 +16,7 @@ from language import experts, gpt, text
 OPTIONS = ["--epochs", "2", "--batch-size", "24", "--windows", "104", "--length", "32", "--seed", "3", "--save-every",
            "1", "--warmup-steps", "5", "--document-mask", "--sample", ""]
 CLIP, EXPERTS, SAMPLE = ["--clip-norm", "0.5"], ["--model", "moe_tiny"], ["--sample", "def "]
+PAIRS = ["--length", "128", "--windows", "52", "--batch-size", "12"]  # a window has a function or a few
 STARTS = {
     "one": ("train.py", 1, *SAMPLE), "one, clipped": ("train_TP.py", 1, *CLIP),
     "two": ("train_DDP.py", 2), "three": ("train_DDP.py", 3),
@@ -37,10 +38,22 @@ STARTS = {
     "experts, compiled": ("train_EP.py", 2, *EXPERTS, "--compile"),
     "experts of 8 groups": ("train_EP.py", 8, "--tensor-parallel", "1", *EXPERTS),
     "combined": ("train_combined.py", 2, "--precision", "fp32", "--accum-steps", "5", "--snapshot-every", "3"),
-    "sharded": ("train_FSDP.py", 2), "sharded, clipped": ("train_FSDP.py", 3, *CLIP)}
-DAILY = ["two", "combined", "sharded", "tensor 2", "context 2", "pipeline 2"]
+    "sharded": ("train_FSDP.py", 2), "sharded, clipped": ("train_FSDP.py", 3, *CLIP),
+    "one, pairs": ("train_SFT.py", 1, *PAIRS), "pairs of 2": ("train_SFT.py", 2, *PAIRS, "--accum-steps", "3"),
+    "pairs of 3": ("train_SFT.py", 3, *PAIRS),
+    "pairs of 4": ("train_SFT.py", 4, *PAIRS, "--accum-steps", "3", "--activation-checkpointing", "--replicas", "2")}
+DAILY = ["two", "combined", "sharded", "tensor 2", "context 2", "pipeline 2", "pairs of 2"]
 OTHERS = [name for name in STARTS if name not in [*DAILY, "experts of 1 group"]
           and not name.startswith("one")]
+
+
+def words(name):
+    """Return the command of a run in STARTS."""
+    script, processes, *options = STARTS[name]
+    options = [*OPTIONS, *options]
+    if script == "train_SFT.py":
+        options.remove("--document-mask")  # it always has one
+    return [*command(f"language/{script}", processes), *options]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +63,10 @@ def trained(once):
     The folders that train_4D.py saves, 4 and 8 steps, are also converted to the files that the other scripts save.
     """
     def train(name):
-        script, processes, *options = STARTS[name]
+        script = STARTS[name][0]
 
         def make(folder):
-            result = run(*command(f"language/{script}", processes), *OPTIONS, *options, "--output-dir", folder,
-                         env=STRICT | FLOAT64)
+            result = run(*words(name), "--output-dir", folder, env=STRICT | FLOAT64)
             for steps, file in ((4, "epoch-001.pt"), (8, "last.pt")) if script == "train_4D.py" else ():
                 dcp_folders.main(folder / f"step-{steps:07}", folder / file)
             return result
@@ -80,7 +92,8 @@ def agree(left, right):
     *DAILY, pytest.param("experts of 1 group", marks=pytest.mark.drill),
     *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_trains_the_model_of_one_process(trained, name):
-    kind = ", clipped" if "--clip-norm" in STARTS[name] else ", experts" if "experts" in name else ""
+    kind = ", clipped" if "--clip-norm" in STARTS[name] else next(
+        (kind for kind in (", experts", ", pairs") if kind[2:] in name), "")
     one, said = trained("one" + kind)
     several, said_too = trained(name)
     assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
@@ -117,12 +130,10 @@ def test_what_the_model_writes_cannot_control_a_terminal():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("before", "after"), [
     ("one", "three of four"), ("pipeline 2, context 2", "one"), ("pipeline 4, tensor 2", "context 2"),
-    ("one, experts", "experts of 2 groups"), ("experts of 1 group", "one, experts")])
+    ("one, experts", "experts of 2 groups"), ("experts of 1 group", "one, experts"), ("one, pairs", "pairs of 2")])
 def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
-    script, processes, *options = STARTS[after]
-    good(run(*command(f"language/{script}", processes), *OPTIONS, *options, "--output-dir", tmp_path, "--resume",
-             trained(before)[0] / "epoch-001.pt", env=FLOAT64))
-    if script == "train_4D.py":
+    good(run(*words(after), "--output-dir", tmp_path, "--resume", trained(before)[0] / "epoch-001.pt", env=FLOAT64))
+    if STARTS[after][0] == "train_4D.py":
         whole_file(tmp_path / "step-0000008", tmp_path / "last.pt")
     assert distance(tmp_path / "last.pt", trained(before)[0] / "last.pt") < 1e-11
 

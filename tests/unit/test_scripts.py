@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import ROOT, SCRIPTS, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_yours import EDITS, put_in
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
 from common import datasets, errors, models
-from language import gpt, text
+from language import gpt, pairs, text
 
 
 @pytest.fixture
@@ -324,6 +325,37 @@ def test_the_language_model_is_trained_as_the_command_says(script, tmp_path, mon
     assert [(group["betas"], group["weight_decay"]) for group in groups] == [((0.7, 0.95), 0.3), ((0.7, 0.95), 0)]
     speeds, seconds = (scalars(tmp_path, tag)[-1].value for tag in ("tokens_per_second", "seconds"))
     assert speeds * seconds == pytest.approx(2 * 4 * 16)
+
+
+def test_each_token_of_an_answer_has_the_same_weight(script, tmp_path, capsys):
+    """The only step reads all pairs, whose answers differ in length; its gradient is that of the mean over tokens."""
+    rows = [{"prompt": "ask", "completion": "b" * (number * 7 % 29 + 1)} for number in range(60)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train, val = pairs.create_datasets("chat", str(tmp_path / "chat.jsonl"), None, 32, None, "drop")
+    module, args = script("language.train_SFT", "--dataset", "chat", "--data-path", tmp_path / "chat.jsonl",
+                          "--length", "32", "--batch-size", len(train), "--warmup-steps", "0", "--lr", "0.5")
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(args.model, 256)
+    inputs, targets = train.__getitems__(range(len(train)))
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    loss.backward()
+    wanted = [parameter.grad for parameter in model.parameters() if parameter.ndim > 1]
+    for args.accum_steps in (1, 3):
+        module.main(args)
+        content = load(tmp_path / "last.pt")
+        for number, gradient in enumerate(wanted):
+            torch.testing.assert_close(content["optimizer"]["state"][number]["exp_avg"] / 0.1, gradient, rtol=1e-3,
+                                       atol=1e-6)
+        said = capsys.readouterr().out
+        assert f" x {args.accum_steps} micro-batch(es) x " in said and f"  loss {loss.item():.4f}  " in said
+        model.load_state_dict(content["model"])
+        inputs, targets = val.__getitems__(range(len(val)))
+        scores = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+        assert content["score"] == pytest.approx(-scores.sum().item() / pairs.count(targets).item(), rel=1e-5)
+        assert len(val) > 1 and said.splitlines()[-1].startswith("ask")  # a prompt and what the model answers
+    args.accum_steps = len(train) + 1
+    with pytest.raises(errors.UsageError, match=f"--accum-steps {len(train) + 1} > {len(train)} windows per process"):
+        module.main(args)
 
 
 def test_the_group_has_the_timeout_of_the_command(script):
