@@ -67,7 +67,7 @@ AGENTS = (ROOT / "AGENTS.md").read_text()
 def test_the_page_for_assistants_is_short_and_names_scripts_that_exist():
     assert len(AGENTS.splitlines()) <= 60
     named = set(re.findall(r"`((?:minimal/)?(?:train|loader)\w*\.py)`", AGENTS))
-    assert len(named) >= 10 and all((ROOT / name).exists() or (ROOT / "minimal" / name).exists() for name in named)
+    assert len(named) >= 8 and all((ROOT / name).exists() or (ROOT / "minimal" / name).exists() for name in named)
 
 
 @pytest.mark.drill
