@@ -48,6 +48,19 @@ def parse_args():
     return parser.parse_args()
 
 
+class Rest:
+    """The given sampler without its first `first` indices; the length is still that of a full pass."""
+
+    def __init__(self, sampler):
+        self.sampler, self.first = sampler, 0
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __iter__(self):
+        return iter([*self.sampler][self.first:])
+
+
 class PairDataset:
     """Pairs, decoded and cropped on access. A batch is (its slot in `self.ring`, its number of pairs)."""
 
@@ -85,7 +98,7 @@ class PairLoader:
 
     def __init__(self, pair_list, cuts, sampler, batch_size, workers, device):
         self.sampler, self.device, self.epoch, self.skip = sampler, device, 1, 0
-        self.batch_size, self.rest = batch_size, pairs.Rest(sampler)
+        self.batch_size, self.rest = batch_size, Rest(sampler)
         self.dataset = PairDataset(pair_list, cuts)
         options = loading.options(workers, device, self.dataset) | {"drop_last": cuts.train}
         self.dataset.ring = pairs.Ring(options["num_workers"], batch_size, cuts.crop)

@@ -57,6 +57,9 @@ def parse_args():
     return parser.parse_args()
 
 
+# new # streaming: no Rest: the stream itself leaves out the first pairs
+
+
 class PairDataset:
     """Pairs, decoded and cropped on access. A batch is (its slot in `self.ring`, its number of pairs)."""
 

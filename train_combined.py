@@ -10,6 +10,9 @@ Parents: train_amp.py, train_grad_accum.py, train_elastic.py
 """
 import time
 
+# new # combined
+import copy
+
 # new # DDP
 import os
 from datetime import timedelta
@@ -138,6 +141,17 @@ def evaluate_average(average, model, *others):
     return {f"ema_{name}": value for name, value in metrics.items()}
 
 
+# new # combined: a copy of the loss, which smooths the labels
+def smooth(criterion, smoothing):
+    smoothed = copy.copy(criterion)
+    if smoothing:
+        if not hasattr(criterion, "label_smoothing"):
+            name = type(criterion).__name__
+            raise errors.UsageError(f"--label-smoothing {smoothing:g}: {name} does not support it")
+        smoothed.label_smoothing = smoothing
+    return smoothed
+
+
 def start_log(args, start_epoch, headline):
     """Print the headline, log the arguments to TensorBoard, and return the writer."""
     print(headline)
@@ -229,7 +243,7 @@ def main(args):
         updates.after_update(optimizer, lambda: updates.update_average(average, model, args.ema))
 
     # new # combined: evaluate() measures the loss without smoothing
-    train_criterion = combined.smooth(criterion, args.label_smoothing)
+    train_criterion = smooth(criterion, args.label_smoothing)
 
     # new # combined: DDP: compress the gradients that DDP sends; trace a few steps
     combined.compress(parallel_model, args.compress, scaler.is_enabled())

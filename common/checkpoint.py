@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
@@ -32,9 +33,8 @@ _locks: list[TextIO] = []  # keeps the lock files open: closing one would releas
 def make_folder(path: str | Path, lock: bool = True) -> Path:
     """Create the output folder `path` if needed and return it; every process must call this.
 
-    With `lock`, the main process locks the folder until the process exits. A loader worker that briefly outlives the
-    main process does not hold the lock. All processes raise UsageError if one of them cannot use the folder, or if
-    another run has locked it.
+    With `lock`, the main process locks the folder until it exits; a loader worker that outlives it holds no lock. All
+    processes raise UsageError if one of them cannot use the folder, or if another run has locked it.
     """
     problem = None
     try:
@@ -58,18 +58,16 @@ def _lock(path: str | Path, file: TextIO) -> TextIO:
         return file
     import fcntl
 
-    end = time.monotonic() + LOCK_SECONDS
-    waiting = False
+    end, waiting = time.monotonic() + LOCK_SECONDS, False
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):  # ENOSYS on Lustre without -o flock, ENOLCK on NFS
                 print(f"--output-dir {path}: its file system has no locks ({error.strerror}); a second run there will "
                       "not be detected", file=sys.stderr)
                 return file
-        else:
-            break
         file.seek(0)
         holder, _, kernel = file.read().strip().rpartition(" ")
         if kernel == _kernel() or time.monotonic() > end:
@@ -116,11 +114,7 @@ def other_classes(content: dict[str, Any], model: Any) -> str:
 
 def copied(value: Any) -> Any:
     """Return a copy of `value` (nested dicts, lists and tensors) with all tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 def save_checkpoint(path: str | Path, content: dict[str, Any], names: Iterable[str] = ()) -> None:
@@ -215,10 +209,9 @@ def resume(path: str | Path | None, output_dir: str | Path, state: dict[str, Any
     `path` is a file, None (no resume) or "auto" (`last.pt` in `output_dir`, if it exists). Any script may have written
     the checkpoint: optional objects that are not in it, such as a `scaler`, stay unchanged, and one line names them.
     The optimizer uses this command's learning rate, momentum and weight decay; one more line lists the changes. Each
-    key of `progress` receives its value from the checkpoint. Without `progress`, a checkpoint from within an epoch is
-    rejected. `take(part, saved)` returns the state that the object `part` loads, given its `saved` state; by default, a
-    copy of `saved`. `read(path)` returns the content of a checkpoint; by default, `load_file` reads it. Raises
-    UsageError if the checkpoint does not fit or differs between processes.
+    key of `progress` receives its value from the checkpoint; without `progress`, a checkpoint from within an epoch is
+    rejected. `take(part, saved)` returns the state that the object `part` loads, and `read(path)` (by default,
+    `load_file`) the content of a checkpoint. Raises UsageError if it does not fit or differs between processes.
     """
     for group in state["optimizer"].param_groups:  # record this command's rate: some schedulers do not record it
         group.setdefault("initial_lr", group["lr"])
@@ -254,7 +247,7 @@ def _restore(path: str | Path, checkpoint: dict[str, Any], state: dict[str, Any]
     if step and progress is None:
         raise UsageError(f"--resume {path}: a snapshot within an epoch; resume it with the script that wrote it, or"
                          " load its weights with --weights")
-    if progress is not None:
+    if progress:
         progress.update((name, checkpoint[name]) for name in progress.keys() & checkpoint.keys())
     changes = _keep_settings(state, settings)
     if is_main_process():

@@ -54,12 +54,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _expand_user(word: str) -> str:
-    if not word.isascii() and word != word.encode(errors="replace").decode():
+    if word != word.encode(errors="replace").decode():
         raise UsageError(f"{word!a}: not UTF-8, which TensorBoard needs; rename the file or folder, or link to it")
     option, equals, path = word.partition("=")
-    if option.startswith("--"):
-        return option + equals + os.path.expanduser(path)
-    return os.path.expanduser(word)
+    return option + equals + os.path.expanduser(path) if option.startswith("--") else os.path.expanduser(word)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -119,7 +117,10 @@ def explain(error: BaseException) -> str | None:
     if lost_the_others(error):
         late = LATE.search(text)
         advice = "check the hosts, the network and --timeout" if late else "the first process that failed says why"
-        return f"{_where(error)}lost the other processes: {text} ({advice})"
+        lines = [number for frame, number in traceback.walk_tb(error.__traceback__)
+                 if os.path.basename(frame.f_code.co_filename) == os.path.basename(sys.argv[0])]
+        where = f"line {lines[-1]}: " if lines else ""  # of the script
+        return f"{where}lost the other processes: {text} ({advice})"
     return None
 
 
@@ -137,12 +138,15 @@ def report_errors() -> Iterator[None]:
     If all processes know the cause, the main process reports it. Otherwise, the process that failed reports it, with
     its rank. Processes that only lost a connection first give the launcher PATIENCE seconds to end them. An unexpected
     error keeps its traceback. Without a launcher, SIGTERM acts like Ctrl-C: the process ends its children, then itself.
-    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM.
-
-    After a failure, the process exits at once, without destroying the process group, which would wait for processes
-    that may wait for this one. So does a process with a device mesh when its script is done.
+    Exit codes: 2 for wrong usage, 1 for a failed run, 130 for Ctrl-C, 143 for SIGTERM. After a failure, the process
+    exits at once: destroying the process group would wait for processes that may wait for this one. So does a process
+    with a device mesh when its script is done.
     """
-    _replace_closed_streams()
+    # A shell closed these streams, as with 2>&-: tqdm and flush() need files, and torch's C++ code writes its warnings
+    # to the stream's number, which another file would otherwise have
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
     end_with_launcher()
     if hasattr(sys.stdout, "reconfigure"):  # write each epoch's line to a log file at once; print any file name
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
@@ -168,16 +172,6 @@ def report_errors() -> Iterator[None]:
         if line:
             print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr)
         sys.exit(codes[0])
-
-
-def _replace_closed_streams() -> None:
-    """Open os.devnull for each standard stream that the shell closed, as with 2>&-: tqdm and flush() need a file.
-
-    It also occupies the stream's number, so that the C++ code of torch does not write its warnings into another file.
-    """
-    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
 
 
 def _has_mesh() -> bool:
@@ -259,10 +253,3 @@ def _must_end() -> bool:
     A signal that another thread receives runs Python's handler only after wait() returns: so wait in short intervals.
     """
     return any(noted.wait(0.1) for _ in range(10 * PATIENCE))
-
-
-def _where(error: BaseException) -> str:
-    """Return the line of the script that raised the error, as "line 187: ", or "" if the script is not involved."""
-    numbers = [number for frame, number in traceback.walk_tb(error.__traceback__)
-               if os.path.basename(frame.f_code.co_filename) == os.path.basename(sys.argv[0])]
-    return f"line {numbers[-1]}: " if numbers else ""

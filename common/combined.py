@@ -1,28 +1,15 @@
-"""Options of both `train_combined.py`: smaller gradients, a trace and, for classifiers, label smoothing."""
+"""Options of both `train_combined.py`: smaller gradients, and a trace."""
 import atexit
-import copy
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 from .errors import UsageError
 
 SKIPPED, STEPS = 5, 5  # skip the first steps, which allocate memory; trace the next ones
-
-
-def smooth(criterion: nn.Module, smoothing: float) -> nn.Module:
-    """Return a copy of the loss `criterion` with label smoothing; raise UsageError if the loss does not support it."""
-    if smoothing and not hasattr(criterion, "label_smoothing"):
-        raise UsageError(f"--label-smoothing {smoothing:g}: {type(criterion).__name__} does not support it")
-    smoothed: Any = copy.copy(criterion)
-    if smoothing:
-        smoothed.label_smoothing = smoothing
-    return smoothed
 
 
 def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: bool) -> None:
@@ -63,9 +50,7 @@ def trace(folder: Path, device: torch.device, optimizer: Optimizer, rank: int) -
 
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history()
-    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-    profiler = profile(activities=kinds, schedule=schedule(wait=SKIPPED - 1, warmup=1, active=STEPS, repeat=1),
-                       on_trace_ready=export)
+    profiler = profile(schedule=schedule(wait=SKIPPED - 1, warmup=1, active=STEPS, repeat=1), on_trace_ready=export)
     profiler.start()
     optimizer.register_step_post_hook(lambda *_: profiler.step())
     atexit.register(profiler.stop)

@@ -9,8 +9,7 @@ import os
 import random
 import shutil
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch.utils.data import get_worker_info
 from torchvision.transforms.v2.functional import to_pil_image
-from torchvision.utils import make_grid
+from torchvision.utils import save_image
 
 from ..errors import ProcessError, UsageError, reason
 from ..images import EXTENSIONS, decode, find_files, orientation, read
@@ -107,19 +106,6 @@ class Cuts:
         return Cut((height, width), top, left, draw() < 0.5, draw() < 0.5)
 
 
-class Rest:
-    """The given sampler without its first `first` indices; the length is still that of a full pass."""
-
-    def __init__(self, sampler: Collection[int]) -> None:
-        self.sampler, self.first = sampler, 0
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(self.sampler, self.first, None)
-
-
 class Ring:
     """Shared memory that `workers` loader workers reuse for all batches, each `uint8` of shape (2, N, 3, crop, crop).
 
@@ -167,11 +153,10 @@ def read_encoded(path: str | Path) -> tuple[np.ndarray, tuple[int, int]]:
 
 def save_preview(path: str | Path, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     """Write the first 8 pairs of a batch to a PNG: the inputs in the upper row, their targets below."""
-    count = min(8, len(inputs))
-    grid = make_grid(torch.cat([inputs[:count], targets[:count]]).cpu(), nrow=count)
+    shown = torch.cat([inputs[:8], targets[:8]])
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        to_pil_image(((grid + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)).save(path, "PNG")
+        save_image(shown, path, "PNG", nrow=len(shown) // 2, normalize=True, value_range=(-1, 1))
     except OSError as error:
         raise UsageError(f"--preview {path}: cannot be written ({reason(error)})") from None
 

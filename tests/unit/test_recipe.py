@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train_combined
 from common import combined, errors, layers, recipe, updates
 
 
@@ -97,13 +98,13 @@ def test_the_average_is_torchs_without_its_copies():
 
 def test_smoothing_is_of_a_copy_and_of_a_loss_that_has_it():
     criterion = torch.nn.CrossEntropyLoss()
-    smoothed = combined.smooth(criterion, 0.1)
+    smoothed = train_combined.smooth(criterion, 0.1)
     assert (criterion.label_smoothing, smoothed.label_smoothing) == (0.0, 0.1)
     outputs, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
     assert torch.equal(smoothed(outputs, targets), torch.nn.CrossEntropyLoss(label_smoothing=0.1)(outputs, targets))
     with pytest.raises(errors.UsageError, match="--label-smoothing 0.1: MSELoss does not support it"):
-        combined.smooth(torch.nn.MSELoss(), 0.1)
-    combined.smooth(torch.nn.MSELoss(), 0)
+        train_combined.smooth(torch.nn.MSELoss(), 0.1)
+    train_combined.smooth(torch.nn.MSELoss(), 0)
 
 
 def test_powersgd_would_keep_an_overflow():
