@@ -172,10 +172,14 @@ def main(args):
     if args.freeze_layers:
         models.freeze_layers(model)
 
+    # new # PP: the group in which the stages send
+    shards.reject_gloo(dist.get_backend(), device.type)
+    backend = pipeline.peer_backend(dist.get_backend(), dist.Backend.backend_list)
+    group = dist.new_group(backend=backend) if backend else None
+
     # new # PP: the layers of other processes stay on the meta device and keep their names
     parts = pipeline.cut(model, world_size * args.chunks, args.bf16)[rank::world_size]
     shards.fill(model, weights, device, parts)
-    group = pipeline.create_group(device)
     schedule = create_schedule(parts, micro_batches, device, group, criterion)
     model.forward = partial(forward, create_schedule(parts, micro_batches, device, group), local_batch_size)
 

@@ -1,14 +1,12 @@
-"""How a pipeline divides its work, and the process group in which its stages communicate."""
+"""How a pipeline divides its work, and the backend through which its stages communicate."""
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from . import models, shards
+from . import models
 from .errors import UsageError
 from .layers import has_parameters, layers_of
 from .vit import ViT
@@ -64,16 +62,6 @@ def split_batch(batch_size: int, micro_batches: int | None, processes: int, chun
     if chunks > 1 and number % processes:
         raise UsageError(f"--micro-batches {number}: not a multiple of the {processes} processes of interleaved stages")
     return number
-
-
-def create_group(device: torch.device) -> Any:
-    """Return the group in which the stages send, or None for the default group; raise UsageError for gloo on a GPU.
-
-    All processes must call this.
-    """
-    shards.reject_gloo(dist.get_backend(), device.type)
-    backend = peer_backend(dist.get_backend(), dist.Backend.backend_list)
-    return dist.new_group(backend=backend) if backend else None
 
 
 def peer_backend(backend: str, available: Collection[str]) -> str | None:
