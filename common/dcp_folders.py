@@ -56,7 +56,7 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
     The folder is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER`
     otherwise. Rank 0 writes everything that is not a tensor. Only rank 0 saves the model's unsharded tensors, because
     BatchNorm's statistics differ between processes within an epoch. A process skips its tensors on the meta device:
-    another process saves them. Of equal tensors, torch writes only one. All processes must call this.
+    another process saves them. All processes must call this.
     """
     path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))
@@ -77,14 +77,13 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
 def create_stager(device_type: str) -> Any:
     """Return a stager, which copies shards to host memory for async_save; keep it, so that it reuses its buffers.
 
-    Before torch 2.13, it allocates new buffers for each save. From a CUDA device, it copies into pinned memory, which
-    is faster, and waits once for all copies.
+    From a CUDA device, it copies into pinned memory, which is faster, and waits once for all copies.
     """
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     class Stager(DefaultStager):
         def stage(self, *args: Any, **kwargs: Any) -> Any:
-            if TorchVersion(torch.__version__) < "2.13":  # there, stage() can run only once: pytorch/issues/183413
+            if TorchVersion(torch.__version__) < "2.13":  # there, stage() runs only once (pytorch issue 183413)
                 DefaultStager.__init__(self, self._config)
             return super().stage(*args, **kwargs)
 
@@ -138,9 +137,8 @@ def prune(output_dir: Path) -> None:
     found = whole_folders(output_dir) if is_main_process() else []
     if len(found) < 3:
         return
-    scores = {path: dict((key[0], value) for key, value in _values(path) if len(key) == 1)["score"] for path in found
-              if path.name.startswith("step-")}  # snapshots are not evaluated
-    best = max(scores, key=lambda path: scores[path], default=None)
+    evaluated = [path for path in found if path.name.startswith("step-")]  # snapshots are not
+    best = max(evaluated, key=lambda path: _values(path)[("score",)], default=None)
     everything = all_folders(output_dir)
     for path in everything[:everything.index(found[-2])]:
         if path != best:
@@ -149,8 +147,8 @@ def prune(output_dir: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _values(path: Path) -> list[tuple[tuple, Any]]:
-    return [(tuple(key), value) for key, value in json.loads((path / "values.json").read_text())]
+def _values(path: Path) -> dict[tuple, Any]:
+    return {tuple(key): value for key, value in json.loads((path / "values.json").read_text())}
 
 
 def check(path: Path) -> dict[str, torch.Tensor]:
@@ -196,7 +194,7 @@ def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:
     """
     model, optimizer = state["model"].state_dict(), state["optimizer"]
     parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
-    tensors, places = {}, dict(_values(path))
+    tensors, places = {}, _values(path)
     for name, outline in check(path).items():
         keys = _keys(name)
         like = model.get(keys[1]) if keys[0] == "model" else parameters.get(keys[2])
@@ -222,7 +220,7 @@ def main(folder: str, file: str) -> None:
     tensors = {name: torch.empty_like(outline, device="cpu") for name, outline in check(Path(folder)).items()}
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     places = {_keys(name): tensor for name, tensor in tensors.items()}
-    checkpoint.save_checkpoint(file, shards.nest(dict(_values(Path(folder))) | places))
+    checkpoint.save_checkpoint(file, shards.nest(_values(Path(folder)) | places))
 
 
 if __name__ == "__main__":

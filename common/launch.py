@@ -68,42 +68,32 @@ def cores_per_process() -> int:
         total = int(os.environ["SLURM_CPUS_ON_NODE"])  # "Number of CPUs available to the step on this node" (man srun)
     else:  # a parent outside this container has PID 0, which sched_getaffinity() takes as this process
         total = len(own | os.sched_getaffinity(os.getppid()))
-    return share_cores(len(own), total, local_world_size())
-
-
-def share_cores(own: int, total: int, processes: int) -> int:
-    """Return how many cores each of `processes` may use: its `own`, but at most an equal share of `total`."""
-    return max(1, min(own, total // processes))
+    return max(1, min(len(own), total // local_world_size()))
 
 
 def is_slurm_task() -> bool:
     """Return whether this process is a task of a parallel Slurm step."""
-    return is_task(os.environ, _group_with_terminal())
+    try:  # not isatty: nohup and redirection replace standard input, not the controlling terminal
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+    except OSError:
+        return is_task(os.environ, None)
+    return is_task(os.environ, os.getpgrp())
 
 
 def is_task(env: Mapping[str, str], group: int | None) -> bool:
     """Return whether a process with the environment `env` belongs to one of several tasks that Slurm's `srun` started.
 
     `group` is its process group, or None if it has no terminal. A batch script is not a step, and the interactive step
-    of `salloc` has one task. The shell of `srun -n4 --pty bash` has the variables of the first of four tasks, although
-    the other three shells have ended. An interactive shell gives each command a group. A script leaves them in its own.
+    of `salloc` has one task. The shell of `srun -n4 --pty bash` has the variables of a task, but the other tasks have
+    ended. An interactive shell gives each command a group. A script leaves them in its own.
     """
     return int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and (group is None or env.get("SLURM_TASK_PID") == str(group))
 
 
-def _group_with_terminal() -> int | None:
-    try:  # not isatty: nohup and redirection replace standard input, not the controlling terminal
-        os.close(os.open("/dev/tty", os.O_RDONLY))
-    except OSError:
-        return None
-    return os.getpgrp()
-
-
 def slurm_local_world_size(env: Mapping[str, str]) -> int:
     """Return the Slurm step's number of tasks on this node: SLURM_STEP_TASKS_PER_NODE "2(x3),1" means 2, 2, 2, 1."""
-    counts: list[int] = []
-    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
-        counts += [int(tasks)] * int(nodes or 1)
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+    counts = [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
     return counts[int(env["SLURM_NODEID"])]
 
 

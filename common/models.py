@@ -51,27 +51,23 @@ def create_model(name: str, classes: int | list[str], image_shape: tuple[int, ..
     max-pool, as for CIFAR in He et al. 2015, arXiv:1512.03385, section 4.2. With the stem for 224 pixels, the last
     stage would see a 32x32 image as a single pixel.
     """
-    model = _create(name, classes if isinstance(classes, int) else len(classes), image_shape)
-    model.classes = classes  # type: ignore[assignment]
-    return model
-
-
-def _create(name: str, num_classes: int, image_shape: tuple[int, ...]) -> nn.Module:
-    channels, height, _ = image_shape
+    num_classes, (channels, height, _) = classes if isinstance(classes, int) else len(classes), image_shape
     if name == "cnn":
-        return CNN(num_classes, image_shape)
-    if name.startswith("vit"):
+        model: Any = CNN(num_classes, image_shape)
+    elif name.startswith("vit"):
         from .vit import ViT
 
-        return ViT(name, num_classes, image_shape)
-    from torchvision.models import resnet  # not at the top: importing torchvision takes half a second
+        model = ViT(name, num_classes, image_shape)
+    else:
+        from torchvision.models import resnet  # not at the top: importing torchvision takes half a second
 
-    model = getattr(resnet, name)(num_classes=num_classes)
-    if height <= 64:
-        model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-        model.maxpool = nn.Identity()
-    elif channels != 3:
-        model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        model = getattr(resnet, name)(num_classes=num_classes)
+        if height <= 64:
+            model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+            model.maxpool = nn.Identity()
+        elif channels != 3:
+            model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    model.classes = classes
     return model
 
 
@@ -127,8 +123,7 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 def fit_gradients(model: nn.Module) -> None:
     """Make weights of convolutions with one input channel contiguous, as cuDNN's gradients of them are.
 
-    With other strides, DDP would copy these gradients and warn: "Grad strides do not match bucket view strides". On a
-    CPU, this layout would make the convolution slower.
+    With other strides, DDP would copy these gradients and warn. On a CPU, this layout would be slower.
     """
     for weight in model.parameters():
         if weight.ndim == 4 and weight.shape[1] == 1:

@@ -31,8 +31,9 @@ def fsdp_mesh(replicas: int, device: torch.device) -> dict[str, Any]:
     """
     reject_gloo(dist.get_backend(), device.type)
     shape = divide("--replicas", replicas)
-    one = replicas == 1
-    return {"mesh_shape": shape[one:], "mesh_dim_names": ("replicate", "shard")[one:]}
+    if replicas == 1:
+        return {"mesh_shape": shape[1:], "mesh_dim_names": ("shard",)}
+    return {"mesh_shape": shape, "mesh_dim_names": ("replicate", "shard")}
 
 
 def divide(option: str, parts: int) -> tuple[int, int]:
@@ -44,10 +45,9 @@ def divide(option: str, parts: int) -> tuple[int, int]:
 
 
 def reject_gloo(backend: str, device_type: str) -> None:
-    """Raise UsageError if the `backend` is gloo and the device is not a CPU.
+    """Raise UsageError for gloo on a GPU: to send, it would read the GPU's memory as if it were host memory.
 
-    To send, gloo would read a GPU's memory as if it were host memory. Also, it has no all-gather into one tensor on
-    CUDA (github.com/pytorch/pytorch/issues/152645).
+    Also, it has no all-gather into one tensor on CUDA (github.com/pytorch/pytorch/issues/152645).
     """
     if backend == "gloo" and device_type != "cpu":
         raise UsageError(f"gloo cannot split a model over {device_type} devices: start at most one process per device, "
@@ -58,13 +58,9 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
     """Yield (block, whether to free its weights after the forward pass) for each block that becomes an FSDP2 unit.
 
     Weights are freed only if `reshard`. The last block always keeps its weights, because backward() starts with it.
-
-    The following blocks stay in the root's unit:
-
-    - blocks with less than a tenth of the largest block's parameters, such as a stem or a classifier, because small
-      messages cost mostly latency
-    - blocks that share a weight, because two units would each train their own copy
-    - embeddings, because the last layer of a tied model reads their weights, too
+    Blocks with less than a tenth of the largest block's parameters stay in the root's unit, because small messages cost
+    mostly latency; so do blocks that share a weight, because two units would each train their own copy, and embeddings,
+    because the last layer of a tied model reads their weights, too.
     """
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     owners = Counter(parameter for block in blocks for parameter in block.parameters())
@@ -83,15 +79,12 @@ def count_units(model: nn.Module) -> int:
 
 
 def channels_last(model: nn.Module, inputs: tuple) -> tuple:
-    """A forward pre-hook: return a model's inputs with images in channels-last layout, the fastest for convolutions.
-
-    The weights stay contiguous, because FSDP2 rejects other layouts.
-    """
+    """A forward pre-hook: return the inputs with images in channels-last layout; FSDP2 rejects such weights."""
     return tuple(value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value for value in inputs)
 
 
 def sum_gradients(model: nn.Module) -> nn.Module:
-    """Make each FSDP2 unit in `model` sum its gradients over the processes and then divide them; return `model`.
+    """Make each FSDP2 unit sum its gradients over the processes and then divide them; return the model.
 
     Otherwise, the backend averages, and some get it wrong (github.com/intel/torch-xpu-ops/issues/3020).
     """
@@ -104,7 +97,7 @@ def sum_gradients(model: nn.Module) -> nn.Module:
 
 
 class EvenShare(Sampler):
-    """Every `count`th of `length` samples, starting at number `rank`; every rank gets the same number of samples.
+    """Every `count`th of `length` samples, starting at number `rank`, and equally many on every rank.
 
     A forward pass that communicates needs the same number of batches on every rank. So on the last ranks, a padding
     sample may come last: count only the first `own` samples.
@@ -141,9 +134,11 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     # tensors sharded over all processes need no announcement; a pipeline stage's first process announces any other one
     whole = {path: _unshard(value) for path, value in mine.items()
              if is_sharded(value) and value.device_mesh.size() == size}
+    outlines = {path: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+                for path, value in mine.items() if path not in whole
+                and not (is_sharded(value) and _first(value) != dist.get_rank())}
     held: list[dict] = [{} for _ in range(size)]
-    dist.all_gather_object(held, {path: _outline(value) for path, value in mine.items() if path not in whole
-                                  and not (is_sharded(value) and _first(value) != dist.get_rank())})
+    dist.all_gather_object(held, outlines)
     for path in dict.fromkeys(path for paths in held for path in paths):
         owner, value = next(rank for rank, paths in enumerate(held) if path in paths), mine.get(path)
         whole[path] = _fetch(_unshard(value) if is_sharded(value) else value, owner, held[owner][path])
@@ -170,11 +165,6 @@ def nest(flat: Mapping[tuple, Any]) -> dict[str, Any]:
     return result
 
 
-def _outline(value: Any) -> Any:
-    """Return a tensor of the same shape and type without data; return a value that is not a tensor unchanged."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-
-
 def _unshard(value: "DTensor") -> Tensor | None:
     """Return the full tensor on the CPU on its mesh's first rank, else None; all ranks of the mesh must call this."""
     from torch.distributed.tensor import Replicate
@@ -190,7 +180,6 @@ def _unshard(value: "DTensor") -> Tensor | None:
 
 
 def _first(value: "DTensor") -> int:
-    """Return the first rank of a tensor's mesh."""
     return int(value.device_mesh.mesh.min())
 
 
@@ -208,10 +197,7 @@ def _fetch(value: Any, owner: int, outline: Any) -> Any:
 
 
 def take(part: Any, saved: Any) -> Any:
-    """Return this process's share of the full state `saved` for `part`, its model or optimizer.
-
-    Every tensor is a copy, because `saved` may be a memory-mapped file.
-    """
+    """Return this process's share of the full state `saved` for `part`, its model or optimizer, as copies."""
     if isinstance(part, nn.Module):
         own = part.state_dict()
         return {name: _share(tensor, own.get(name)) for name, tensor in saved.items()}
@@ -248,9 +234,8 @@ def fill(model: nn.Module, weights: Weights, device: torch.device,
          held: Sequence[nn.Module] | None = None) -> nn.Module:
     """Move a model from the meta device to `device`, fill it with its initial weights or shards of them, and return it.
 
-    Tensors that have data keep it: load_weights() has read them. If `held` is given, only these submodules are moved
-    and filled; all others stay on the meta device. All processes must call this. Tensors are filled one at a time,
-    including buffers that a `state_dict` omits.
+    Tensors that have data keep it: load_weights() has read them. Submodules that are not in `held`, if it is given,
+    stay on the meta device. All processes must call this. Tensors, buffers included, are filled one at a time.
     """
     loaded = {name: tensor.detach() for name, tensor in named_tensors(model) if not tensor.is_meta}
     if loaded:

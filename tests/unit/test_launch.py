@@ -134,22 +134,14 @@ def test_variables_that_a_shell_left_empty_are_not_set(environment, variables):
     assert launch.launch_environment() == ALONE
 
 
-@pytest.mark.parametrize("own, total, processes, expected", [
-    (8, 32, 4, 8),  # task/affinity: four tasks on a node of 32, with 8 cores each
-    (32, 32, 4, 8),  # four processes share all
-    (64, 32, 4, 8),  # Slurm without task/affinity: the mask is the machine's, the step has half of it
-    (16, 32, 8, 4),  # torchrun --numa-binding=node: four processes share each of two halves
-    (2, 2, 3, 1),
-    (6, 8, 1, 6)])
-def test_cores_of_their_own_are_not_divided_again(own, total, processes, expected):
-    assert launch.share_cores(own, total, processes) == expected
-
-
 @pytest.mark.parametrize("variables, own, launcher, expected", [
     ({"LOCAL_WORLD_SIZE": "4"}, 32, 32, 8),  # torchrun: all share what the launcher has
-    ({"LOCAL_WORLD_SIZE": "4"}, 8, 32, 8),  # torchrun --numa-binding
+    ({"LOCAL_WORLD_SIZE": "4"}, 8, 32, 8),  # torchrun --numa-binding: cores of their own are not divided again
+    ({"LOCAL_WORLD_SIZE": "8"}, 16, 32, 4),  # torchrun --numa-binding=node: four processes share each of two halves
+    ({"LOCAL_WORLD_SIZE": "3"}, 2, 2, 1),
+    ({"LOCAL_WORLD_SIZE": "1", "SLURM_CPUS_ON_NODE": "8"}, 6, 8, 6),
     ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_ON_NODE": "32"}, 8, 8, 8),  # a task with its own mask, as its wrapper script
-    ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_ON_NODE": "32"}, 64, 64, 8),  # a task without one
+    ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_ON_NODE": "32"}, 64, 64, 8),  # without one: the mask is the machine's
     # torchrun, one of two tasks on this node
     ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_ON_NODE": "32", "TORCHELASTIC_RUN_ID": "none"}, 16, 16, 4),
     ({}, 8, 1, 8),  # taskset gave it more than its shell has
