@@ -5,14 +5,13 @@ The scripts accept any dataset with a length and one of these methods:
 - `__getitem__(index)` returns a sample: a tuple (input, target) of tensors, arrays or numbers.
 - `__getitems__(indices)` returns a list of samples, as torch expects, or a whole batch: a tuple of two tensors.
 
-The datasets here return whole batches, which a loader need not collate: `uint8` images (N, C, H, W), a quarter of the
-bytes of `float32`, and `int64` labels (N,). On the device, `Normalize` converts `uint8` images to floats.
+The datasets here return whole batches: `uint8` images (N, C, H, W), a quarter of the bytes of `float32`, and `int64`
+labels (N,). On the device, `Normalize` converts `uint8` images to floats.
 
 A dataset may have these attributes; the scripts also find them inside torch's Subset and ConcatDataset:
 
 - `set_epoch(epoch)`: the scripts call it before each epoch. Loader workers stay alive between epochs only if they can
-  read the new epoch from a tensor `epoch` in shared memory. In this module, augmentation depends only on `(seed, epoch,
-  index)`, not on the number of processes and workers, as it would if it drew from torch's global generator.
+  read the new epoch from a tensor `epoch` in shared memory. Here, augmentation depends only on `(seed, epoch, index)`.
 - `mean` and `std`, per channel, for pixels in [0, 1].
 - `num_classes` or `classes`, and `image_shape`, for the models in `common/models.py`.
 - `most_workers`, the largest useful number of loader workers.
@@ -38,8 +37,7 @@ from .reduce import is_main_process
 
 
 class Kind(NamedTuple):
-    """A kind of dataset. `mean` and `std` are computed over the training set, per channel, for pixels in [0, 1]."""
-
+    """A kind of dataset; `mean` and `std` are those of the training set, per channel, for pixels in [0, 1]."""
     classes: int | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -59,10 +57,9 @@ DATASETS = {
 
 
 def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
-    """Return the training and validation sets of `name`, one of DATASETS.
+    """Return the training and validation sets of `name`, one of DATASETS; raise UsageError if the data is missing.
 
-    `path` is the folder of torchvision's datasets, which one process downloads while the others wait. For "folder",
-    `path` is the folder of the images. Raises UsageError if the data is missing.
+    `path` is the folder of the images or of torchvision's datasets, which one process downloads while the others wait.
     """
     kind = DATASETS[name]
     if name == "folder":
@@ -71,8 +68,12 @@ def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
         return of_folder(Path(path), kind.mean, kind.std, seed)
     if kind.torchvision:
         train, val = _torchvision(kind.torchvision, name, path)
+    elif name == "digits":
+        train, val = digits()
     else:
-        train, val = digits() if name == "digits" else [_fake(50_000, 1), _fake(10_000, 2)]
+        draw = torch.Generator().manual_seed(1)
+        train, val = ((torch.randint(256, (size, 3, 32, 32), dtype=torch.uint8, generator=draw),
+                       torch.randint(100, (size,), generator=draw)) for size in (50_000, 10_000))
     return ArrayDataset(name, *train, seed, augment=kind.augment), ArrayDataset(name, *val, seed)
 
 
@@ -185,11 +186,10 @@ def save_classes(dataset: Any, folder: Path) -> None:
 
 
 def classes_and_shape(dataset: Any) -> tuple[int | list[str], tuple[int, ...]]:
-    """Return (classes, (C, H, W) of an image), from the dataset's attributes or its first sample.
+    """Return (the names of the classes or their number, (C, H, W) of an image).
 
-    The classes are their names or, if the dataset has no names, their number.
-
-    Raises UsageError if the inputs are not images or the number of classes is unknown.
+    They are the dataset's attributes or follow from its first sample. Raises UsageError if the inputs are not images or
+    the number of classes is unknown.
     """
     count, names, shape = (loading.attribute(dataset, name) for name in ("num_classes", "classes", "image_shape"))
     if shape is None:
@@ -211,12 +211,6 @@ def digits() -> list[tuple[Tensor, Tensor]]:
     images = F.interpolate(images[:, None] * (255 / 16), size=28, mode="bilinear", align_corners=False)
     images = images.round().to(torch.uint8)
     return [(images[part], labels[part]) for part in loading.split_by_class(labels)]
-
-
-def _fake(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return images, torch.randint(100, (count,), generator=generator)
 
 
 def _torchvision(kind: str, name: str, path: str | Path) -> list[tuple[Tensor, Tensor]]:

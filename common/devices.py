@@ -12,10 +12,9 @@ from .errors import UsageError
 
 
 def prepare(name: str | None, deterministic: bool, local_rank: int | None = None) -> torch.device:
-    """Select a device, configure torch for it, and return the device.
+    """Select a device, configure torch for it, and return the device; call this before NCCL starts.
 
-    Call this before NCCL starts: otherwise, despite `deterministic`, NCCL may sum with NVLink SHARP, in an order that
-    differs from call to call (github.com/pytorch/pytorch/pull/156381).
+    Otherwise, despite `deterministic`, NVLink SHARP may sum in another order each time (pytorch pull request 156381).
     """
     device = select_device(name, local_rank)
     keep_freed_memory(device)
@@ -36,10 +35,7 @@ def select_device(name: str | None, local_rank: int | None = None) -> torch.devi
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, make glibc keep freed memory: returning it to the system would cost page faults (docs/speed.md).
-
-    https://man7.org/linux/man-pages/man3/mallopt.3.html explains the settings, which other C libraries lack.
-    """
+    """On a CPU, make glibc keep freed memory: returning it would cost page faults (docs/speed.md; `man mallopt`)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt and device.type == "cpu":
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks do not come from the heap; 32 MiB is the maximum
@@ -66,8 +62,8 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 
     `name` is the value of --device or None, `accelerator` is the host's type of accelerator ("cuda", "mps", None), and
     `count` is the number of its visible devices. A process in a group has a `local_rank` among the `processes` of its
-    host, and may use the types in `in_groups`. Local ranks wrap around at `count`, so processes share devices if there
-    are too few. Raises UsageError if the processes cannot use this device.
+    host, and may use the types in `in_groups`. If there are too few devices, processes share them. Raises UsageError if
+    the processes cannot use this device.
     """
     try:
         device = torch.device(name or accelerator or "cpu")
@@ -94,10 +90,10 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 
 
 def device_types_in_groups(platform: str = sys.platform) -> set[str]:
-    """Return the device types whose default torch.distributed backend accepts their tensors.
+    """Return the device types whose default torch.distributed backend accepts their tensors, such as "cuda".
 
-    "mps" is not among them: its default is gloo, which accepts only "cpu" and "cuda" tensors. On Windows, "cuda" is
-    not, either: gloo's all-reduce of a CUDA tensor ends the process (github.com/pytorch/pytorch/issues/186535).
+    Not "mps", whose default is gloo, and on Windows not "cuda": gloo's all-reduce of a CUDA tensor ends the process
+    (github.com/pytorch/pytorch/issues/186535).
     """
     defaults, takes = dist.Backend.default_device_backend_map, dist.Backend.backend_capability
     return {device for device, backend in defaults.items() if device in takes.get(backend, [device])
@@ -121,9 +117,9 @@ def choose_algorithms(deterministic: bool, device: torch.device) -> None:
     """Configure a GPU for bit-identical results in every run if `deterministic`, and for speed otherwise.
 
     `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html; the cuBLAS workspace must be
-    fixed before anything uses cuBLAS. Raises UsageError on MPS, where max-pooling's backward pass has no deterministic
-    version. For speed, float32 matrix products use TF32, as convolutions do by default, and cuDNN searches for the
-    fastest convolution for each new shape. On a CPU, nothing is set, because some CPUs would use TF32, too.
+    fixed before anything uses cuBLAS. Raises UsageError on MPS. For speed, float32 matrix products use TF32, as
+    convolutions do by default, and cuDNN searches for the fastest convolution for each new shape. On a CPU, nothing is
+    set, because some CPUs would use TF32, too.
     """
     if deterministic and device.type == "mps":
         raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")

@@ -55,8 +55,7 @@ class FolderDataset:
     def _read(self, index: int) -> Tensor:
         image = decode(os.fsdecode(self.paths[index]))
         with torch.random.fork_rng(devices=[]):  # so that any random transform is reproducible
-            seed = loading.seed(self.seed, int(self.epoch), index)
-            torch.default_generator.manual_seed(seed)  # seeds only the CPU's generator
+            torch.default_generator.manual_seed(loading.seed(self.seed, int(self.epoch), index))  # only the CPU's
             return self.transform(image)
 
 
@@ -88,8 +87,7 @@ def create_datasets(path: Path, mean: Sequence[float], std: Sequence[float],
         raise UsageError(f"--data-path {path}: {' and '.join(splits)} are no classes; call the parts train and val")
     check_classes(f"--data-path {path}", classes)
     if split:
-        unknown = set(_subfolders(path / "val")) - set(classes)
-        if unknown:
+        if unknown := set(_subfolders(path / "val")) - set(classes):
             raise UsageError(f"--data-path {path}: val/ has classes that train/ lacks: {', '.join(sorted(unknown))}")
         train, val = _samples(path / "train", classes), _samples(path / "val", classes)
     else:

@@ -6,6 +6,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +20,8 @@ EXTENSIONS: tuple[str, ...] = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp"
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")  # of the content; the extension may differ
 if "avif" in features.modules and features.check("avif"):  # Pillow 11.3 or later
     EXTENSIONS, FORMATS = (*EXTENSIONS, ".avif"), (*FORMATS, "AVIF")
-SYSTEM_FOLDERS = {  # created by NAS devices, archivers and file systems; compared in lower case
-    "@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "__macosx", "lost+found", "$recycle.bin",
-    "system volume information"}
+SYSTEM_FOLDERS = {"@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "__macosx", "lost+found",
+                  "$recycle.bin", "system volume information"}  # of NAS devices, archivers and file systems
 MAX_PIXELS = 100_000_000
 FILE_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # the last bytes of a complete JPEG or PNG
 ORIENTATION = 0x0112  # the EXIF tag
@@ -108,9 +108,7 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
     else:
         with _errors_name(path):
             pixels = pil_to_tensor(image).expand(3, -1, -1)  # a gray image has one channel
-        axes = FLIPS[(turn - 1) % 4]
-        pixels = pixels.mT if turn > 4 else pixels
-        pixels = pixels.flip(axes) if axes else pixels
+        pixels = (pixels.mT if turn > 4 else pixels).flip(FLIPS[(turn - 1) % 4])
     height, width = pixels.shape[1:]
     return pixels, (scale * height, scale * width)
 
@@ -118,9 +116,9 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
 def orientation(encoded: np.ndarray, image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8, of a JPEG or PNG that all decoders read the same way; 0 for any other file.
 
-    `encoded` and `image` are what `read` returns. Decoders may read CMYK and damaged EXIF differently.
+    `encoded` and `image` are what `read` returns. Decoders may read CMYK and damaged EXIF differently. A file with a
+    different ending is truncated or has extra data: only a full decode can tell which.
     """
-    # A file with a different ending is truncated or has extra data: only a full decode can tell which
     complete = encoded[-12:].tobytes().endswith(FILE_ENDS)
     if not complete or image.format not in ("JPEG", "MPO", "PNG") or image.mode == "CMYK":
         return 0
@@ -152,9 +150,7 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> tuple[np
     if not limit.isdecimal():
         raise UsageError(f"MAX_IMAGE_PIXELS={limit}: not a whole number")
     with _errors_name(path):
-        if content is None:
-            with open(path, "rb", buffering=0) as file:
-                content = file.read()
+        content = Path(path).read_bytes() if content is None else content
         encoded = np.frombuffer(bytearray(content), np.uint8)  # torch needs writable memory
         PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # 64 MB; color profiles can be larger than 1 MB
         pil_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # PIL's error would not name the file

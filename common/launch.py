@@ -24,10 +24,10 @@ def local_world_size() -> int:
 def launch_environment() -> dict[str, str]:
     """Return the environment variables that `torch.distributed` needs and that no launcher has set.
 
-    torchrun and torch.distributed.launch set them all. In a parallel Slurm step, this function derives them from
-    Slurm's variables: unless MASTER_ADDR and MASTER_PORT are set, the first host of the step is the master, and the
-    port depends on the job and step numbers. Plain `python` gets a group of one process, on any free port. Raises
-    UsageError if only some of the variables are set, or if `scontrol` cannot name the first host.
+    In a parallel Slurm step, they follow from Slurm's variables: unless MASTER_ADDR and MASTER_PORT are set, the first
+    host of the step is the master, and the port depends on the job and step numbers. Plain `python` gets a group of one
+    process, on any free port. Raises UsageError if some of the variables are missing or not in range, or if `scontrol`
+    cannot name the first host.
     """
     env, names = os.environ, ["MASTER_PORT"]
     if env.get("RANK"):
@@ -145,7 +145,6 @@ def _outlive_no_parent() -> None:
 def _send_error(queue: Any, error: Exception, batch: Any) -> None:
     """Send `error` in place of a batch that cannot be sent."""
     from torch._utils import ExceptionWrapper  # not at the top: other users of this module do not need torch
-
     if not isinstance(batch, tuple):  # pickled already: the connection is broken
         os._exit(1)
     wrapper = ExceptionWrapper((type(error), error, error.__traceback__), "in DataLoader worker process")

@@ -16,10 +16,9 @@ MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 
 
 class CNN(nn.Module):
-    """Three 5x5 convolutions with max-pooling, then three linear layers: images (N, C, H, W) to (N, num_classes).
+    """Three 5x5 convolutions with max-pooling, then three linear layers: (N, C, H, W) to logits (N, num_classes).
 
-    ReLU gives the same values after max-pooling as before, with a quarter of the work. The outputs are logits:
-    cross_entropy applies the softmax.
+    ReLU gives the same values after max-pooling as before, with a quarter of the work.
     """
 
     def __init__(self, num_classes: int, image_shape: tuple[int, ...]) -> None:
@@ -28,12 +27,9 @@ class CNN(nn.Module):
         self.features = nn.Sequential(
             nn.Conv2d(channels, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
             nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-            nn.Conv2d(32, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
-        )
+            nn.Conv2d(32, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten())
         self.hidden = nn.Sequential(
-            nn.Linear(32 * (height // 8) * (width // 8), 128), nn.ReLU(),
-            nn.Linear(128, 64), nn.ReLU(),
-        )
+            nn.Linear(32 * (height // 8) * (width // 8), 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU())
         for module in self.modules():  # keeps the signal's scale without BatchNorm (He et al. 2015, arXiv:1502.01852)
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -46,10 +42,9 @@ class CNN(nn.Module):
 def create_model(name: str, classes: int | list[str], image_shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name` (one of MODELS) for images of `image_shape` (C, H, W), freshly initialized.
 
-    `classes` is their number, or their names. Checkpoints of a model with names as its attribute `classes` carry them.
-    The ResNets are torchvision's. For images of at most 64 pixels, the stem is a 3x3 convolution with stride 1 and no
-    max-pool, as for CIFAR in He et al. 2015, arXiv:1512.03385, section 4.2. With the stem for 224 pixels, the last
-    stage would see a 32x32 image as a single pixel.
+    `classes` is their number, or their names, which the model's checkpoints then contain. The ResNets are
+    torchvision's. For images of at most 64 pixels, the stem is a 3x3 convolution with stride 1 and no max-pool, as for
+    CIFAR in He et al. 2015, arXiv:1512.03385, section 4.2: else, the last stage would see 32x32 pixels as one.
     """
     num_classes, (channels, height, _) = classes if isinstance(classes, int) else len(classes), image_shape
     if name == "cnn":
@@ -158,10 +153,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     For BatchNorm, see Goyal et al. 2017, arXiv:1706.02677, section 5.1; for biases, He et al. 2018, arXiv:1812.01187.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
+    return [{"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": weight_decay},
+            {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0}]
 
 
 def size(model: nn.Module) -> str:

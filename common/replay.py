@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .reduce import agree, is_main_process
 
@@ -80,8 +80,8 @@ class Recorder(TorchDispatchMode):
 
     def digest(self) -> str:
         """Return a string that is equal on two processes if they recorded the same calls."""
-        text = repr([(str(function), tree_map(_shape, args), tree_map(_shape, kwargs))
-                     for function, args, kwargs, _ in self.calls])
+        calls = [(str(function), args, kwargs) for function, args, kwargs, _ in self.calls]
+        text = repr(tree_map_only(Tensor, lambda each: (each.shape, each.stride(), each.dtype), calls))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -95,10 +95,6 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         self.recorder.known &= function != torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
         return function(*args, **kwargs or {})
-
-
-def _shape(value: Any) -> Any:
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
 class Weights:
@@ -122,14 +118,11 @@ class Weights:
         self.whole.clear()  # drops weights that a file replaces
 
     def _replay(self, calls: list, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) while repeating the calls on the CPU; keep each storage only until its last use.
-
-        If a layer is initialized twice, its first values are freed as soon as they are drawn.
-        """
+        """Yield (name, tensor) while repeating the calls on the CPU; keep each storage only until its last use."""
         real: dict[int, Any] = {}  # the storages on the CPU, by the keys of the meta storages
         uses: dict[int, list[int]] = {}
-        for number, (_, args, kwargs, result) in enumerate(calls):
-            for key in {_key(tensor) for tensor in _tensors(args, kwargs, result)}:
+        for number, call in enumerate(calls):
+            for key in {*map(_key, _tensors(call))}:
                 uses.setdefault(key, []).append(number)
         owners: dict[int, list[str]] = {}
         for name, outline in self.outlines.items():
@@ -151,7 +144,7 @@ class Weights:
                 found = function(*tree_map(fill_in, args), **tree_map(fill_in, kwargs))
                 real |= {_key(tensor): new.untyped_storage() for tensor, new in zip(_tensors(result), _tensors(found))
                          if _key(tensor) not in real}
-                for key in {_key(tensor) for tensor in _tensors(args, kwargs, result)}:
+                for key in {*map(_key, _tensors(args, kwargs, result))}:
                     uses[key].pop(0)
                     if not uses[key]:
                         yield from ((name, fill_in(self.outlines[name])) for name in owners.get(key, [])

@@ -1,8 +1,7 @@
 """Pairs of images, for all loaders: find and check them, choose their crops, show them, and make samples.
 
 A pair is two files, DATA/SPLIT/IMG_DIR/SUBDIR/NAME and DATA/SPLIT/GT_DIR/SUBDIR/NAME, each with an extension of
-`images.EXTENSIONS`, with subfolders of any depth or none. Images are converted to RGB and turned upright according to
-their EXIF orientation.
+`images.EXTENSIONS`, with subfolders of any depth or none.
 """
 import math
 import os
@@ -32,9 +31,8 @@ SAMPLES = Path("data", "pairs")  # the default set
 def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir: str) -> list[tuple[str, str]]:
     """Return the pairs of a split, `[(image path, target path), ...]`, sorted by name.
 
-    The files of a pair have the same relative path in both folders; only the extension may differ. The default
-    `data_source` is a small sample set, which the first call creates. Raises UsageError, naming the file or folder, for
-    mismatched pairs.
+    Only the extension of a pair's relative paths may differ. The default `data_source` is a small sample set, which the
+    first call creates. Raises UsageError, naming the file or folder, for mismatched pairs.
     """
     if data_source is None:
         create_once(SAMPLES, make_samples)
@@ -66,7 +64,6 @@ def _by_name(folder: Path, data_source: str | Path) -> dict[str, str]:
 
 class Cut(NamedTuple):
     """How to cut a pair: resize it to `size` (height, width), crop it at `top` and `left`, then flip it or not."""
-
     size: tuple
     top: int
     left: int
@@ -162,13 +159,10 @@ def save_preview(path: str | Path, inputs: torch.Tensor, targets: torch.Tensor) 
 
 
 def create_once(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Create `folder` with `fill(draft)`, unless it exists: one process creates it while the others wait.
-
-    `folder` appears when it is complete.
-    """
-    draft = folder.with_name(f".{folder.name}.draft")
+    """Create `folder`, complete, with `fill(draft)`, unless it exists: one process does while the others wait."""
     if folder.is_dir():  # the folder around it may be read-only
         return
+    draft = folder.with_name(f".{folder.name}.draft")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
@@ -181,10 +175,7 @@ def create_once(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def make_samples(folder: Path) -> None:
-    """Write synthetic scenes to `folder`, sharp and with motion blur: 29 pairs to train and 7 to test.
-
-    They are landscape, portrait and square, 320 to 480 pixels wide.
-    """
+    """Write synthetic scenes to `folder`, sharp and with motion blur: 29 pairs to train and 7 to test."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on images this small, threads cost more than they save
     for number in range(36):

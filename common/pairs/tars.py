@@ -33,10 +33,9 @@ TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP codes after which a new 
 class Shards:
     """The shards of a split, in a folder or below an http(s) URL; the length is the number of pairs.
 
-    `names` are the names of the two files of a pair, such as ("img", "gt"). `buffer` is the size of the shuffle buffer,
-    in pairs. The attribute `shards` lists (URL, number of pairs). The default `data_source` is a sample set, which the
-    first call creates. Raises UsageError, naming the file, if the list cannot be read, or if a shard in the folder
-    is missing or differs in size from the list.
+    `names` are those of the two files of a pair, such as ("img", "gt"), and `buffer` is the size of the shuffle buffer,
+    in pairs. `shards` lists (URL, number of pairs). The default `data_source` is a sample set, which the first call
+    creates. Raises UsageError, naming the file, if the list or a shard in the folder is missing or does not fit.
     """
 
     def __init__(self, data_source: str | None, split: str, names: Sequence[str], buffer: int) -> None:
@@ -93,10 +92,9 @@ class Shards:
 
 
 def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str, count: int) -> int:
-    """Write pairs of files to shards of `count` pairs, then write the list of shards; return the number of shards.
+    """Write pairs of files to shards of `count` pairs, then the list of shards; return the number of shards.
 
-    The pairs of "train" are shuffled with a fixed seed, because a reader's buffer mixes only pairs that are close
-    together.
+    The pairs of "train" are shuffled with a fixed seed: a reader's buffer mixes only pairs that are close together.
     """
     library = _library()
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +163,8 @@ class _Download(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        for pause in (*PAUSES, None):
+        pauses = iter(PAUSES)
+        while True:
             try:
                 self.response = self.response or self._connect()
                 count = self.response.readinto(buffer)
@@ -174,17 +173,16 @@ class _Download(io.RawIOBase):
                 self.at += count
                 return count
             except (OSError, http.client.HTTPException) as error:
-                code = getattr(error, "code", None)
+                code, pause = getattr(error, "code", None), next(pauses, None)
                 if pause is None or code and code not in TRANSIENT:
                     why = f"HTTP {code}" if code else getattr(error, "reason", None) or _reason(error)
                     raise ConnectionError(0, str(why)) from None
                 self.response = None
                 time.sleep(pause)
-        raise AssertionError
 
     def _connect(self) -> http.client.HTTPResponse:
-        headers = {"Range": f"bytes={self.at}-"} if self.at else {}
-        response = urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=TIMEOUT)
+        request = urllib.request.Request(self.url, headers={"Range": f"bytes={self.at}-"} if self.at else {})
+        response = urllib.request.urlopen(request, timeout=TIMEOUT)
         skip = 0 if response.status == 206 else self.at  # 206: the server sends only the requested range
         if length := int(response.headers["Content-Length"] or 0):
             size = length + self.at - skip
