@@ -262,11 +262,9 @@ def _restore(path: str | Path, checkpoint: dict[str, Any], state: dict[str, Any]
 
 
 def _keep_settings(state: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
-    """Reset a restored optimizer to this command's `settings`; return the changes, such as ["lr from 0.1 to 0.2"].
-
-    A momentum that the scheduler changes, as OneCycleLR does, keeps the checkpoint's value.
-    """
+    """Reset a restored optimizer to this command's `settings`; return the changes, such as ["lr from 0.1 to 0.2"]."""
     groups, scheduler = state["optimizer"].param_groups, cast(Any, state.get("scheduler"))
+    # a momentum that the scheduler changes, as OneCycleLR does, keeps the checkpoint's value
     scheduled = {"lr", "momentum", "betas"} if getattr(scheduler, "cycle_momentum", False) else {"lr"}
     restored = [group.copy() for group in groups]
     for group, old, new in zip(groups, restored, settings):

@@ -175,11 +175,7 @@ def report_errors() -> Iterator[None]:
 
 
 def _has_mesh() -> bool:
-    """Return whether a device mesh exists.
-
-    torch's caches keep meshes and their groups alive, so gloo's threads outlive destroy_process_group(). If such a
-    thread still had a tensor, Python would abort at exit (docs/pitfalls, E15).
-    """
+    """Return whether a device mesh exists: torch keeps it, so gloo's threads outlive the group (docs/pitfalls, E15)."""
     return any(type(value) is dist.DeviceMesh for value in gc.get_objects())
 
 
@@ -248,8 +244,6 @@ def _several() -> bool:
 
 
 def _must_end() -> bool:
-    """Give the launcher PATIENCE seconds to end this process; return whether it sent a signal that is only noted.
-
-    A signal that another thread receives runs Python's handler only after wait() returns: so wait in short intervals.
-    """
+    """Give the launcher PATIENCE seconds to end this process; return whether it sent a signal that is only noted."""
+    # in short intervals: Python handles a signal that another thread receives only after wait()
     return any(noted.wait(0.1) for _ in range(10 * PATIENCE))

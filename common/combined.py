@@ -17,8 +17,7 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
 
     PowerSGD (https://arxiv.org/abs/1905.13727) adds its error, the part that it did not send, to the next gradient.
     Checkpoints do not contain this error, so a resumed run differs from an uninterrupted one. After a `scaled` loss
-    overflows, the error would stay infinite, and the scaler would skip all later steps. So "powersgd" with a `scaled`
-    loss raises UsageError.
+    overflows, the error would stay infinite, and the scaler would skip all later steps: this raises UsageError.
     """
     if scaled and kind == "powersgd":
         raise UsageError("--compress powersgd: not with --precision fp16: PowerSGD would keep an overflow; use bf16")

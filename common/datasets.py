@@ -127,8 +127,7 @@ class ArrayDataset:
 class Normalize(nn.Module):
     """Converts `uint8` images (N, C, H, W) to floats on their device; returns any other input unchanged.
 
-    If the dataset has a `mean` and a `std` for pixels in [0, 1], the floats have mean 0 and standard deviation 1 per
-    channel. Otherwise, the floats are in [0, 1].
+    The floats have mean 0 and standard deviation 1 per channel, or are in [0, 1] if the dataset lacks `mean` and `std`.
     """
 
     scale: Tensor
@@ -186,11 +185,7 @@ def save_classes(dataset: Any, folder: Path) -> None:
 
 
 def classes_and_shape(dataset: Any) -> tuple[int | list[str], tuple[int, ...]]:
-    """Return (the names of the classes or their number, (C, H, W) of an image).
-
-    They are the dataset's attributes or follow from its first sample. Raises UsageError if the inputs are not images or
-    the number of classes is unknown.
-    """
+    """Return (the names of the classes or their number, (C, H, W) of an image); raise UsageError if unknown."""
     count, names, shape = (loading.attribute(dataset, name) for name in ("num_classes", "classes", "image_shape"))
     if shape is None:
         first = dataset.__getitems__([0]) if hasattr(dataset, "__getitems__") else [dataset[0]]

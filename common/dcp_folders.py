@@ -75,10 +75,7 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
 
 
 def create_stager(device_type: str) -> Any:
-    """Return a stager, which copies shards to host memory for async_save; keep it, so that it reuses its buffers.
-
-    From a CUDA device, it copies into pinned memory, which is faster, and waits once for all copies.
-    """
+    """Return a stager, which copies shards to host memory for async_save; keep it, so that it reuses its buffers."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     class Stager(DefaultStager):
@@ -87,7 +84,7 @@ def create_stager(device_type: str) -> Any:
                 DefaultStager.__init__(self, self._config)
             return super().stage(*args, **kwargs)
 
-    cuda = device_type == "cuda"
+    cuda = device_type == "cuda"  # copies into pinned memory, which is faster, and waits once for all copies
     return Stager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False,
                                  use_non_blocking_copy=cuda))
 
@@ -124,8 +121,7 @@ def steps_of(path: Path) -> int:
 def reject_newer(output_dir: Path, steps: int) -> None:
     """Raise UsageError if a complete folder is newer than step `steps`, at which this run starts.
 
-    prune() would keep that folder instead of one from this run. It is from another run, this run resumes from an older
-    checkpoint, or this run uses larger batches, so that an epoch has fewer steps.
+    prune() would keep that folder (of another run, of a later checkpoint or of smaller batches), not one of this run.
     """
     if (found := whole_folders(output_dir)) and steps_of(found[-1]) > steps:
         raise UsageError(f"--output-dir {output_dir}: contains {found[-1].name}, newer than step {steps}, where this "
@@ -174,10 +170,7 @@ def check(path: Path) -> dict[str, torch.Tensor]:
 
 def resume(path: str | None, output_dir: Path, state: dict[str, Any], progress: dict[str, Any],
            load: Any) -> tuple[int, float]:
-    """Do what checkpoint.resume() does; `path` may also be a folder, which `load` (dcp.load) reads.
-
-    "auto" selects the newest complete folder.
-    """
+    """Do what checkpoint.resume() does; `load` (dcp.load) reads folders, and "auto" is the newest complete one."""
     if path == "auto":
         path = next(map(str, reversed(whole_folders(output_dir))), None)
 

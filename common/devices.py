@@ -118,8 +118,7 @@ def choose_algorithms(deterministic: bool, device: torch.device) -> None:
 
     `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html; the cuBLAS workspace must be
     fixed before anything uses cuBLAS. Raises UsageError on MPS. For speed, float32 matrix products use TF32, as
-    convolutions do by default, and cuDNN searches for the fastest convolution for each new shape. On a CPU, nothing is
-    set, because some CPUs would use TF32, too.
+    convolutions do by default, and cuDNN searches for the fastest convolutions. On a CPU, some would use TF32, too.
     """
     if deterministic and device.type == "mps":
         raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")

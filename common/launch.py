@@ -56,10 +56,7 @@ def launch_environment() -> dict[str, str]:
 
 
 def cores_per_process() -> int:
-    """Return how many cores of this host each process of the launch may use, at least 1.
-
-    Cores bound to one process (by Slurm's task/affinity, `torchrun --numa-binding` or numactl) are not divided.
-    """
+    """Return how many of this host's cores a process may use; cores bound to one (by Slurm or numactl) are all its."""
     if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
         return max(1, (os.cpu_count() or 1) // local_world_size())
     own = os.sched_getaffinity(0)

@@ -59,8 +59,8 @@ def compile_blocks(model: nn.Module) -> None:
     Dynamo counts the graphs of blocks that share code together and stops compiling them after 8; a ResNet needs 16. It
     would also take a size in which two blocks differ for a size that varies, and compile slower code for all sizes
     (pytorch issue 102670). So if blocks of one class have weights of different shapes, every block is compiled once for
-    each size of its inputs. Other models, such as transformers, keep Dynamo's default: a second graph, for all sizes,
-    if the size of the inputs varies. Raises UsageError for an embedding that torch cannot compile.
+    each size of its inputs. Others keep Dynamo's default: a second graph, for all sizes, if the size varies. Raises
+    UsageError for an embedding that torch cannot compile.
     """
     from torch._dynamo import config
 

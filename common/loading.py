@@ -22,10 +22,7 @@ def seed(*numbers: int) -> int:
 
 
 def collate(batch: Any) -> Any:
-    """Collate a list of samples (input, target) into a batch; return a batch from `__getitems__` unchanged.
-
-    Numbers become tensors; floats get torch's default dtype.
-    """
+    """Collate samples (input, target) into a batch, floats in torch's default dtype; return a whole batch unchanged."""
     if not isinstance(batch, list):
         return batch
     sample = batch[0]
@@ -58,9 +55,8 @@ def options(workers: int | None, device: torch.device, dataset: object) -> dict[
 
     By default, `workers` is this process's share of the host's cores minus one, but at most the dataset's
     `most_workers`, or 8 if the dataset has no such attribute. Workers stay alive between epochs, unless they would then
-    miss `set_epoch`. Batches are pinned if the device can copy them while the CPU continues. `non_blocking` copies are
-    safe only from pinned batches: on MPS, a copy from an unpinned batch can read memory that has already been reused
-    (pytorch issue 189690).
+    miss `set_epoch`. Batches are pinned if the device can copy them while the CPU continues: on MPS, a `non_blocking`
+    copy from an unpinned batch can read memory that has already been reused (pytorch issue 189690).
     """
     if workers is None:
         most = attribute(dataset, "most_workers")

@@ -16,15 +16,12 @@ MODELS = ["cnn", "vit", "vit_base", "resnet18", "resnet34", "resnet50"]
 
 
 class CNN(nn.Module):
-    """Three 5x5 convolutions with max-pooling, then three linear layers: (N, C, H, W) to logits (N, num_classes).
-
-    ReLU gives the same values after max-pooling as before, with a quarter of the work.
-    """
+    """Three 5x5 convolutions with max-pooling, then three linear layers: (N, C, H, W) to logits (N, num_classes)."""
 
     def __init__(self, num_classes: int, image_shape: tuple[int, ...]) -> None:
         super().__init__()
         channels, height, width = image_shape
-        self.features = nn.Sequential(
+        self.features = nn.Sequential(  # ReLU after max-pooling: the same values with a quarter of the work
             nn.Conv2d(channels, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
             nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
             nn.Conv2d(32, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten())
@@ -116,20 +113,14 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 
 
 def fit_gradients(model: nn.Module) -> None:
-    """Make weights of convolutions with one input channel contiguous, as cuDNN's gradients of them are.
-
-    With other strides, DDP would copy these gradients and warn. On a CPU, this layout would be slower.
-    """
+    """Make weights for one input channel contiguous, as cuDNN's gradients are: otherwise, DDP would copy them."""
     for weight in model.parameters():
         if weight.ndim == 4 and weight.shape[1] == 1:
             weight.data = weight.data.clone(memory_format=torch.contiguous_format)
 
 
 def freeze_layers(model: nn.Module) -> None:
-    """Freeze `model.backbone` or, without one, all layers except the classifier, which is the last linear layer.
-
-    A frozen BatchNorm stays in evaluation mode, even after `model.train()`; otherwise its statistics would drift.
-    """
+    """Freeze `model.backbone` or, without one, all layers except the classifier, which is the last linear layer."""
     frozen = getattr(model, "backbone", model)
     frozen.requires_grad_(False)
     if frozen is model:
@@ -138,7 +129,7 @@ def freeze_layers(model: nn.Module) -> None:
             raise UsageError("--freeze-layers: the model has no `backbone` and no linear layer as its classifier")
         linear[-1].requires_grad_(True)
     for module in frozen.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # model.train() would let its statistics drift
             module.eval()
             module.train = types.MethodType(_stay, module)
 

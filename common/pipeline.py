@@ -26,10 +26,7 @@ class Bf16(nn.Module):
 
 
 def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]:
-    """Cut a model into `count` stages with about the same number of parameters; the stages use the model's own layers.
-
-    With `bf16`, the stages compute and send in bfloat16. Raises UsageError if the model cannot be cut.
-    """
+    """Cut a model into `count` stages with about equally many parameters; raise UsageError if it cannot be cut."""
     if not isinstance(model, (models.CNN, ViT, nn.Sequential)):
         raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
@@ -51,8 +48,7 @@ def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]
 def split_batch(batch_size: int, micro_batches: int | None, processes: int, chunks: int) -> int:
     """Return the number of micro-batches of a pipeline with `chunks` stages per process; by default, two per stage.
 
-    With one stage per process, the default is rounded up to a power of two, which divides most batches. Raises
-    UsageError if the micro-batches do not divide the batch evenly, or do not suit the schedule.
+    With one stage per process, this is rounded up to a power of two. Raises UsageError if it does not fit the batch.
     """
     number = micro_batches or (2 * processes * chunks if chunks > 1 else 2 ** math.ceil(math.log2(2 * processes)))
     if batch_size % number:
@@ -65,8 +61,6 @@ def split_batch(batch_size: int, micro_batches: int | None, processes: int, chun
 
 
 def peer_backend(backend: str, available: Collection[str]) -> str | None:
-    """Return a backend that suits messages between stages better than the default group's `backend`, or None.
-
-    With nccl, messages to all peers share one queue (torch 2.15 warns); nccl-lazy has a communicator for each peer.
-    """
+    """Return a backend that suits messages between stages better than the default group's `backend`, or None."""
+    # with nccl, messages to all peers share one queue (torch 2.15 warns); nccl-lazy has a communicator for each peer
     return "nccl-lazy" if backend in ("nccl", "nccl2") and "nccl-lazy" in available else None

@@ -8,10 +8,7 @@ from .errors import UsageError
 
 
 def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a metric: for each sample, whether its label is among the `k` classes with the highest outputs.
-
-    The metric raises UsageError if its arguments are not class scores (N, classes) and integer targets (N,).
-    """
+    """Return a metric of scores (N, classes) and integer targets (N,): is the label among the `k` highest scores?"""
     def hit(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
             shapes = f"{tuple(outputs.shape)} and {tuple(targets.shape)} {targets.dtype}"
@@ -23,10 +20,7 @@ def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """Return the sum of each metric over a batch.
-
-    Raises UsageError, naming the metric, if it does not return one value per sample.
-    """
+    """Return each metric's sum over a batch; raise UsageError if it does not return one value per sample."""
     sums = []
     for name, metric in metrics.items():
         values = metric(outputs, targets)
@@ -39,8 +33,5 @@ def sum_metrics(metrics: Mapping[str, Callable[..., Tensor]], outputs: Tensor, t
 
 
 def cosine(epochs: int, lrf: float) -> Callable[[int], float]:
-    """Return a function that maps the epoch to the learning-rate factor: half a cosine, from 1 to `lrf`.
-
-    The factor depends on the epoch alone, so a resumed run has exactly the same rates.
-    """
+    """Return a function from the epoch alone to the learning-rate factor: half a cosine, from 1 to `lrf`."""
     return lambda n: lrf + (1 - lrf) * (1 + math.cos(math.pi * min(n, epochs) / epochs)) / 2

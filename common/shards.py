@@ -45,10 +45,7 @@ def divide(option: str, parts: int) -> tuple[int, int]:
 
 
 def reject_gloo(backend: str, device_type: str) -> None:
-    """Raise UsageError for gloo on a GPU: to send, it would read the GPU's memory as if it were host memory.
-
-    Also, it has no all-gather into one tensor on CUDA (github.com/pytorch/pytorch/issues/152645).
-    """
+    """Raise UsageError for gloo on a GPU, whose memory it would read as the host's (also: pytorch issue 152645)."""
     if backend == "gloo" and device_type != "cpu":
         raise UsageError(f"gloo cannot split a model over {device_type} devices: start at most one process per device, "
                          "with the device's own --backend, or use --device cpu")
@@ -84,10 +81,7 @@ def channels_last(model: nn.Module, inputs: tuple) -> tuple:
 
 
 def sum_gradients(model: nn.Module) -> nn.Module:
-    """Make each FSDP2 unit sum its gradients over the processes and then divide them; return the model.
-
-    Otherwise, the backend averages, and some get it wrong (github.com/intel/torch-xpu-ops/issues/3020).
-    """
+    """Make FSDP2 sum gradients and then divide: some backends average wrongly (intel/torch-xpu-ops issue 3020)."""
     from torch.distributed.fsdp import FSDPModule
 
     for unit in model.modules():
@@ -99,8 +93,7 @@ def sum_gradients(model: nn.Module) -> nn.Module:
 class EvenShare(Sampler):
     """Every `count`th of `length` samples, starting at number `rank`, and equally many on every rank.
 
-    A forward pass that communicates needs the same number of batches on every rank. So on the last ranks, a padding
-    sample may come last: count only the first `own` samples.
+    So on the last ranks, a padding sample may come last: count only the first `own` samples.
     """
 
     def __init__(self, length: int, rank: int, count: int) -> None:

@@ -22,8 +22,7 @@ ONE_INPUT = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=
 def tp_mesh(size: int | None, device: torch.device) -> dict[str, Any]:
     """Return the shape and the dimension names, ("data", "tensor"), of a mesh of tensor groups for init_device_mesh().
 
-    A group has `size` processes: by default 2, or 1 if the world size is odd. Raises UsageError if the groups would be
-    uneven.
+    A group has `size` processes (by default 2, or 1 if the world size is odd). Raises UsageError for uneven groups.
     """
     shards.reject_gloo(dist.get_backend(), device.type)
     size, groups = shards.divide("--tensor-parallel", size or 2 - dist.get_world_size() % 2)
@@ -60,8 +59,7 @@ def check_plan(model: nn.Module, plan: dict[str, Any], grid: DeviceMesh) -> dict
 def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
     """In each tensor group, copy the unsplit weights and optimizer state from the first process to the others.
 
-    All processes compute the same values, but a device may sum in a different order each time. `mesh` is
-    `grid["tensor"]`. All processes must call this.
+    A device may sum in a different order each time. `mesh` is `grid["tensor"]`. All processes must call this.
     """
     name, = mesh.mesh_dim_names or ("",)
     values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]

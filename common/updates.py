@@ -11,8 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 def after_update(optimizer: Optimizer, action: Callable[[], object]) -> None:
     """Call `action()` after each step in which `optimizer` updates the weights.
 
-    If gradients overflow, a GradScaler does not call the optimizer. It does call an optimizer with `fused=True`, but
-    this optimizer skips the update itself and then has a nonzero `found_inf`.
+    If gradients overflow, a GradScaler skips the step; a `fused` optimizer skips the update itself and has `found_inf`.
     """
     def act(optimizer: Optimizer, *_: Any) -> None:
         if not getattr(optimizer, "found_inf", None):
@@ -61,8 +60,7 @@ class WarmUp:
 def update_average(average: AveragedModel, model: nn.Module, decay: float) -> None:
     """Move the weights of an average toward those of `model`; the first call copies them.
 
-    `average.update_parameters(model)` gives the same weights, but waits for a GPU in each step, because it copies a
-    counter there. It also copies each buffer.
+    `average.update_parameters(model)` does the same, but also copies buffers and a counter, which waits for a GPU.
     """
     weight = 1 - decay if average.n_averaged else 1.0
     torch._foreach_lerp_([*average.module.parameters()], [*model.parameters()], weight)

@@ -7,10 +7,7 @@ SIZES = {"vit": (64, 4, 4), "vit_base": (768, 12, 12)}  # width, blocks, heads
 
 
 class Attention(nn.Module):
-    """Self-attention over tokens (N, T, width), with three linear layers: no plan could split one between heads.
-
-    The number of heads in `view` is -1: under tensor parallelism, a process computes only some of them.
-    """
+    """Self-attention over tokens (N, T, width), with three linear layers: no plan could split one between heads."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -20,6 +17,7 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         count, length, _ = tokens.shape
+        # -1: under tensor parallelism, a process computes only some heads
         query, key, value = (layer(tokens).view(count, length, -1, self.head_width).transpose(1, 2)
                              for layer in (self.query, self.key, self.value))
         values = functional.scaled_dot_product_attention(query, key, value)

@@ -82,10 +82,7 @@ class Cuts:
         self.resize, self.crop, self.seed, self.train = resize, crop, seed, train
 
     def choose(self, epoch: int, index: int, paths: Sequence[str], sizes: Sequence[tuple[int, int]]) -> Cut:
-        """Return the Cut of pair `index`, whose two images have `sizes`, each (height, width).
-
-        Raises ProcessError, naming the file, if the sizes differ or are smaller than the crop.
-        """
+        """Return the Cut of pair `index` with `sizes`, each (height, width); raise ProcessError if they do not fit."""
         (height, width), other = sizes
         if (height, width) != tuple(other):
             raise ProcessError(f"{paths[0]}: {width}x{height} pixels; {paths[1]} has {other[1]}x{other[0]}")

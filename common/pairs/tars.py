@@ -67,10 +67,7 @@ class Shards:
         return sum(size for _, size in self.shards)
 
     def read(self, shards: Sequence[tuple[str, int]], first: int, stop: int) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield the pairs `first` to `stop - 1` of these shards, each as two files (name, content).
-
-        Raises ProcessError, naming the shard, if it cannot be read, or if its number of pairs differs from the list.
-        """
+        """Yield the pairs `first` to `stop - 1` as two files (name, content); raise ProcessError for a bad shard."""
         for url, size in shards:
             begin, end = max(first, 0), min(stop, size)
             first, stop = first - size, stop - size
@@ -92,17 +89,14 @@ class Shards:
 
 
 def write_shards(pair_list: Sequence[tuple[str, str]], folder: Path, split: str, count: int) -> int:
-    """Write pairs of files to shards of `count` pairs, then the list of shards; return the number of shards.
-
-    The pairs of "train" are shuffled with a fixed seed: a reader's buffer mixes only pairs that are close together.
-    """
+    """Write pairs of files to shards of `count` pairs, then the list of shards; return the number of shards."""
     library = _library()
     folder.mkdir(parents=True, exist_ok=True)
     index = folder / f"{split}.json"
     index.unlink(missing_ok=True)  # written last: if the list exists, the shards are complete
     order = list(range(len(pair_list)))
     if split == "train":
-        random.Random(0).shuffle(order)
+        random.Random(0).shuffle(order)  # a reader's buffer mixes only pairs that are close together
     listed: list[dict[str, object]] = []
     for first in range(0, len(order), count):
         path, numbers = folder / f"{split}-{len(listed):06}.tar", order[first:first + count]
