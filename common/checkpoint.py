@@ -24,9 +24,7 @@ from .errors import ProcessError, UsageError, reason
 from .reduce import agree, is_main_process
 
 LOCK_SECONDS = 100  # an NFSv4 server drops a crashed host's locks when the host's lease expires, after 90 s on Linux
-
 REQUIRED = {"model", "optimizer", "scheduler", "epoch", "score", "best_score"}  # the keys of every checkpoint
-
 _locks: list[TextIO] = []  # keeps the lock files open: closing one would release its lock
 
 
@@ -95,8 +93,7 @@ def _kernel() -> str:
 def collect(state: dict[str, Any], **values: Any) -> dict[str, Any]:
     """Return the content of a checkpoint: the `state_dict()` of each object in `state`, plus `values`.
 
-    `values` must be plain Python values, so that the file loads with `weights_only=True`. If the model has `classes`,
-    their names, the content has them too.
+    `values` must be plain Python values, to load with `weights_only=True`. Names in the model's `classes` are included.
     """
     names = getattr(state.get("model"), "classes", None)
     classes = {"classes": names} if isinstance(names, list) else {}

@@ -3,6 +3,7 @@ import atexit
 from pathlib import Path
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import profile, schedule
@@ -21,17 +22,13 @@ def compress(parallel_model: DistributedDataParallel, kind: str | None, scaled: 
     """
     if scaled and kind == "powersgd":
         raise UsageError("--compress powersgd: not with --precision fp16: PowerSGD would keep an overflow; use bf16")
-    if not kind:
-        return
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
     if kind == "bf16":
         try:
             parallel_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         except TypeError:  # raised by builds of torch for CPUs only and for macOS
             raise UsageError("--compress bf16: this build of torch has neither NCCL nor XCCL, which torch's hook "
                              "requires; use --compress powersgd") from None
-    else:  # the first ten steps send full gradients: early gradients change too fast
+    elif kind == "powersgd":  # the first ten steps send full gradients: early gradients change too fast
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         parallel_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 

@@ -57,10 +57,7 @@ DATASETS = {
 
 
 def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
-    """Return the training and validation sets of `name`, one of DATASETS; raise UsageError if the data is missing.
-
-    `path` is the folder of the images or of torchvision's datasets, which one process downloads while the others wait.
-    """
+    """Return the training and validation sets of `name`, one of DATASETS, in `path`; raise UsageError if missing."""
     kind = DATASETS[name]
     if name == "folder":
         from .image_folder import create_datasets as of_folder  # not at the top: importing torchvision takes long
@@ -80,8 +77,7 @@ def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
 class ArrayDataset:
     """A dataset in memory: `images`, `uint8` of shape (N, C, H, W), and `labels`, `int64` of shape (N,).
 
-    With `augment`, it pads each side of an image with 4 black pixels. Then it crops the image to its original size at a
-    random position and flips it horizontally at random (He et al. 2015, arXiv:1512.03385, section 4.2).
+    With `augment`, it pads images with 4 black pixels, then crops and flips them at random (arXiv:1512.03385, 4.2).
     """
 
     def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:

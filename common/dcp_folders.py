@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.torch_version import TorchVersion
 
 from . import checkpoint, shards
@@ -76,8 +78,6 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
 
 def create_stager(device_type: str) -> Any:
     """Return a stager, which copies shards to host memory for async_save; keep it, so that it reuses its buffers."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
     class Stager(DefaultStager):
         def stage(self, *args: Any, **kwargs: Any) -> Any:
             if TorchVersion(torch.__version__) < "2.13":  # there, stage() runs only once (pytorch issue 183413)
@@ -94,11 +94,9 @@ def wait(saving: Any) -> None:
     try:
         if saving is not None:
             saving.result()
-    except BaseException as error:  # CheckpointException is not a subclass of Exception
-        if type(error).__name__ != "CheckpointException":
-            raise
+    except dcp.CheckpointException as error:
         causes = "; ".join(sorted({reason(cause) if isinstance(cause, OSError) else str(cause)
-                                   for cause, _ in error.failures.values()}))  # type: ignore[attr-defined]
+                                   for cause, _ in error.failures.values()}))
         raise ProcessError(f"cannot save: {causes}; earlier folders are intact") from None
 
 
@@ -207,8 +205,6 @@ def _keys(name: str) -> tuple:
 
 def main(folder: str, file: str) -> None:
     """Write the checkpoint in `folder` to one file, `file`; this process needs memory for the whole checkpoint."""
-    import torch.distributed.checkpoint as dcp
-
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     tensors = {name: torch.empty_like(outline, device="cpu") for name, outline in check(Path(folder)).items()}
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)

@@ -50,10 +50,8 @@ def count_processes(name: str | None) -> int:
 
 def _choose(name: str | None, local_rank: int | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    group: dict = {} if local_rank is None else {"local_rank": local_rank, "processes": launch.local_world_size(),
-                                                 "in_groups": device_types_in_groups()}
-    count = torch.accelerator.device_count()
-    return torch.device(choose_device(name, accelerator.type if accelerator else None, count, **group))
+    return torch.device(choose_device(name, accelerator.type if accelerator else None, torch.accelerator.device_count(),
+                                      local_rank, launch.local_world_size(), device_types_in_groups()))
 
 
 def choose_device(name: str | None, accelerator: str | None, count: int, local_rank: int | None = None,
@@ -92,8 +90,7 @@ def choose_device(name: str | None, accelerator: str | None, count: int, local_r
 def device_types_in_groups(platform: str = sys.platform) -> set[str]:
     """Return the device types whose default torch.distributed backend accepts their tensors, such as "cuda".
 
-    Not "mps", whose default is gloo, and on Windows not "cuda": gloo's all-reduce of a CUDA tensor ends the process
-    (github.com/pytorch/pytorch/issues/186535).
+    Not "mps", and on Windows not "cuda", where gloo's all-reduce would end the process (pytorch issue 186535).
     """
     defaults, takes = dist.Backend.default_device_backend_map, dist.Backend.backend_capability
     return {device for device, backend in defaults.items() if device in takes.get(backend, [device])

@@ -29,10 +29,7 @@ FLIPS = ((), (2,), (1, 2), (1,))  # axes to flip for the orientations 1 to 4; 5 
 
 
 def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
-    """Decode a file's bytes, `encoded`, to an upright image, `uint8` of shape (3, H, W); scale 16-bit values to 8 bits.
-
-    torchvision 0.29 deprecates its decoders in favor of torchcodec's: https://github.com/pytorch/vision/pull/9609
-    """
+    """Decode a file's bytes to an upright image, `uint8` of shape (3, H, W); scale 16-bit values to 8 bits."""
     from torchvision.io import ImageReadMode, decode_image
 
     pixels = decode_image(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
@@ -42,7 +39,8 @@ def decode_with_torchvision(encoded: torch.Tensor) -> torch.Tensor:
 
 
 try:
-    from torchcodec.decoders import decode_image  # same pixels and speed as torchvision's decoder
+    # same pixels and speed as torchvision's, which torchvision 0.29 deprecates (github.com/pytorch/vision/pull/9609)
+    from torchcodec.decoders import decode_image
 except (ImportError, OSError, RuntimeError):  # not installed, older than 0.16, or not built for this torch
     decode_image = decode_with_torchvision
 
@@ -84,8 +82,7 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
 def decode(path: str | os.PathLike[str], content: bytes | None = None) -> torch.Tensor:
     """Return the image in a file, `uint8` of shape (3, H, W): upright, without alpha, 16-bit values scaled to 8 bits.
 
-    `content` is the file's bytes if the caller has read them; `path` then only names the file in errors. Raises
-    ProcessError, naming the file, if it is not an image, is damaged or has too many pixels: see `read`.
+    `content` is the file's bytes, by default read from `path`. Raises ProcessError, naming the file, as `read` does.
     """
     return _decode(path, *read(path, content))
 
@@ -116,8 +113,7 @@ def decode_reduced(path: str | os.PathLike[str], resize: int,
 def orientation(encoded: np.ndarray, image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8, of a JPEG or PNG that all decoders read the same way; 0 for any other file.
 
-    `encoded` and `image` are what `read` returns. Decoders may read CMYK and damaged EXIF differently. A file with a
-    different ending is truncated or has extra data: only a full decode can tell which.
+    `encoded` and `image` are from `read`. CMYK, damaged EXIF and files with another ending may be read differently.
     """
     complete = encoded[-12:].tobytes().endswith(FILE_ENDS)
     if not complete or image.format not in ("JPEG", "MPO", "PNG") or image.mode == "CMYK":

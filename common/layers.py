@@ -21,11 +21,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def has_parameters(layer: nn.Module) -> bool:
-    """Return whether a layer, or a layer inside it, has parameters."""
-    return any(True for _ in layer.parameters())
-
-
 def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> list[nn.Module]:
     """Return a model's blocks in order: those of `layers_of(model)` that have parameters.
 
@@ -44,7 +39,7 @@ def blocks(model: nn.Module, recompute: bool = False, bf16: bool = False) -> lis
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in found]
         at = sizes.index(max(sizes))
         split = sizes[at] * 2 > sum(sizes) and not isinstance(found[at], WHOLE)
-        layers = [*dict.fromkeys(filter(has_parameters, layers_of(found[at])))] if split else []
+        layers = [*dict.fromkeys(each for each in layers_of(found[at]) if [*each.parameters()])] if split else []
     for layer in found if recompute else []:
         layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
     return found

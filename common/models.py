@@ -108,7 +108,7 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 def to_device(model: nn.Module, device: torch.device) -> None:
     """Move a model to `device`, with the weights of its convolutions in channels-last, the fastest layout for them."""
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if device.type == "cuda":
+    if device.type == "cuda":  # on a CPU, this would be slower
         fit_gradients(model)
 
 
@@ -139,10 +139,8 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the trainable parameters in two groups for an optimizer: biases and norms get no weight decay.
-
-    For BatchNorm, see Goyal et al. 2017, arXiv:1706.02677, section 5.1; for biases, He et al. 2018, arXiv:1812.01187.
-    """
+    """Return the trainable parameters in two groups for an optimizer: biases and norms get no weight decay."""
+    # norms: Goyal et al. 2017, arXiv:1706.02677, section 5.1; biases: He et al. 2018, arXiv:1812.01187
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [{"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": weight_decay},
             {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0}]

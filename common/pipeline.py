@@ -8,7 +8,7 @@ from torch import nn
 
 from . import models
 from .errors import UsageError
-from .layers import has_parameters, layers_of
+from .layers import layers_of
 from .vit import ViT
 
 
@@ -32,7 +32,7 @@ def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise UsageError("--model: BatchNorm would see micro-batches, not batches; use LayerNorm or GroupNorm")
     layers = layers_of(model) if not isinstance(model, nn.Sequential) else [*model]
-    starts = [number for number, layer in enumerate(layers) if has_parameters(layer)]
+    starts = [number for number, layer in enumerate(layers) if [*layer.parameters()]]
     if count > len(starts):
         raise UsageError(f"{count} pipeline stages: the model has only {len(starts)} layers with parameters; "
                          "start fewer processes")

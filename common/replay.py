@@ -27,10 +27,11 @@ def outline(create: Callable[..., nn.Module], *args: Any) -> "tuple[nn.Module, W
     If `create` does something that cannot be recorded, such as using NumPy's generator, rank 0 creates the full model.
     """
     state = torch.get_rng_state()
-    with torch.device("meta"), Recorder() as recorder, Watch(recorder):
+    with torch.device("meta"), Recorder() as recorder, Watch() as watch:
         model = create(*args)
     tensors = dict(named_tensors(model))
-    known = recorder.known and all(_is_meta(tensor) and _key(tensor) in recorder.seen for tensor in tensors.values())
+    known = recorder.known and watch.known
+    known &= all(_is_meta(tensor) and _key(tensor) in recorder.seen for tensor in tensors.values())
     if agree((known, recorder.digest())) and known:
         return model, Weights(recorder, state, tensors, {})
     torch.set_rng_state(state)
@@ -86,14 +87,12 @@ class Recorder(TorchDispatchMode):
 
 
 class Watch(TorchFunctionMode):
-    """Sets the recorder's `known` to False if code reads `Tensor.is_meta`: torch.nn.init may skip meta tensors."""
+    """`known` becomes False if code reads `Tensor.is_meta`: torch.nn.init may skip meta tensors."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
+    known = True
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        self.recorder.known &= function != torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+        self.known &= function != torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
         return function(*args, **kwargs or {})
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Sampler
 
 from .checkpoint import copied
 from .errors import UsageError
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 def fsdp_mesh(replicas: int, device: torch.device) -> dict[str, Any]:
     """Return the shape and dimension names of FSDP2's mesh for init_device_mesh().
 
-    For one replica, the mesh has one dimension: with two, each FSDP2 unit would also all-reduce its gradients in groups
-    of one rank, where NCCL's average may be wrong, as torch warns (_get_gradient_divide_factors).
+    One replica has no dimension: NCCL may average groups of one rank wrongly (torch: _get_gradient_divide_factors).
     """
     reject_gloo(dist.get_backend(), device.type)
     shape = divide("--replicas", replicas)
@@ -90,21 +88,15 @@ def sum_gradients(model: nn.Module) -> nn.Module:
     return model
 
 
-class EvenShare(Sampler):
+class EvenShare(list):
     """Every `count`th of `length` samples, starting at number `rank`, and equally many on every rank.
 
     So on the last ranks, a padding sample may come last: count only the first `own` samples.
     """
 
     def __init__(self, length: int, rank: int, count: int) -> None:
+        super().__init__(index % length for index in range(rank, length + -length % count, count))
         self.own = len(range(rank, length, count))
-        self.indices = [index % length for index in range(rank, length + -length % count, count)]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
 
 
 def is_sharded(value: Any) -> "TypeGuard[DTensor]":

@@ -30,10 +30,7 @@ def tp_mesh(size: int | None, device: torch.device) -> dict[str, Any]:
 
 
 def check_plan(model: nn.Module, plan: dict[str, Any], grid: DeviceMesh) -> dict[str, Any]:
-    """Return the entries of `plan` that match layers of `model`; the mesh `grid` splits them along "tensor".
-
-    Raises UsageError if no entry matches, or if a planned layer or the attention heads cannot be divided evenly.
-    """
+    """Return the `plan`'s entries that match layers; raise UsageError if none does, or if `grid` cannot divide one."""
     size, found = grid["tensor"].size(), {}
     for name, module in model.named_modules():
         if hasattr(module, "experts") and not any(fnmatch(f"{name}.experts", pattern) for pattern in plan):

@@ -31,8 +31,7 @@ SAMPLES = Path("data", "pairs")  # the default set
 def find_pairs(data_source: str | Path | None, split: str, img_dir: str, gt_dir: str) -> list[tuple[str, str]]:
     """Return the pairs of a split, `[(image path, target path), ...]`, sorted by name.
 
-    Only the extension of a pair's relative paths may differ. The default `data_source` is a small sample set, which the
-    first call creates. Raises UsageError, naming the file or folder, for mismatched pairs.
+    By default, they are samples, which the first call creates. Raises UsageError, naming a file, for mismatched pairs.
     """
     if data_source is None:
         create_once(SAMPLES, make_samples)
