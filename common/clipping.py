@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from .shards import is_sharded
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -13,10 +12,9 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
                    group: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()) -> Tensor | None:
     """Scale the gradients of `parameters` down to the norm `max_norm` if their norm is greater; return their norm.
 
-    Without `max_norm`, the function does nothing and returns None. The norm is that of the full gradients; torch's
-    clip_grad_norm_ rejects parameters on different meshes. With `group`, whose processes have different parameters (the
-    stages of a pipeline), the norm covers the parameters of all these processes, except `copies` of parameters that
-    another process has. All processes must call this.
+    Without `max_norm`, it does nothing and returns None. The norm is that of the full gradients, of which torch's
+    clip_grad_norm_ rejects those on different meshes. With `group`, a pipeline's, it covers the parameters of all its
+    processes, except `copies` of parameters that another process has. All processes must call this.
     """
     if max_norm is None:
         return None
@@ -26,13 +24,13 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None,
     parts: dict[tuple, list[Tensor]] = {}
     for parameter, gradient in [(each, each.grad) for each in held if each.grad is not None]:
         groups: tuple = ()
-        if is_sharded(gradient):
+        if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
             groups = tuple(mesh.get_group(i) for i, place in enumerate(placements) if not place.is_replicate())
             gradient = gradient.to_local()
         parts.setdefault((groups, id(parameter) not in once), []).append(gradient)
     # a plain tensor even if no gradient counts, as on a pipeline stage with only frozen layers
-    plain = [parameter.to_local() if is_sharded(parameter) else parameter for parameter in held]
+    plain = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in held]
     total = plain[0].new_zeros(()) if plain else torch.zeros(())
     for groups, local in [(groups, local) for (groups, counts), local in parts.items() if counts]:
         square = torch.nn.utils.get_total_norm(local).square()  # runs few kernels for any number of gradients

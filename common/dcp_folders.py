@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from . import checkpoint, shards
@@ -55,10 +56,10 @@ def _member(kind: Any, name: str) -> enum.Enum:
 def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """Create the folder for a checkpoint after `steps` steps; return it and this process's tensors for async_save.
 
-    The folder is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER`
-    otherwise. Rank 0 writes everything that is not a tensor. Only rank 0 saves the model's unsharded tensors, because
-    BatchNorm's statistics differ between processes within an epoch. A process skips its tensors on the meta device:
-    another process saves them. All processes must call this.
+    It is called `snapshot-NUMBER` if `values` has a `step`, the position within an epoch, and `step-NUMBER` otherwise.
+    Rank 0 writes everything that is not a tensor. Only rank 0 saves the model's unsharded tensors, because BatchNorm's
+    statistics differ between processes within an epoch. A process skips its tensors on the meta device: another process
+    saves them. All processes must call this.
     """
     path = output_dir / f"{'snapshot' if 'step' in values else 'step'}-{steps:07}"
     flat = dict(shards.flatten(checkpoint.collect(state, **values)))
@@ -73,7 +74,7 @@ def create(output_dir: Path, steps: int, state: dict[str, Any], **values: Any) -
     dist.barrier()
     return path, {"/".join(map(str, key)): value for key, value in flat.items()
                   if isinstance(value, torch.Tensor) and not value.is_meta
-                  and (shards.is_sharded(value) or key[0] == "optimizer" or is_main_process())}
+                  and (isinstance(value, DTensor) or key[0] == "optimizer" or is_main_process())}
 
 
 def create_stager(device_type: str) -> Any:

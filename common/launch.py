@@ -26,8 +26,7 @@ def launch_environment() -> dict[str, str]:
 
     In a parallel Slurm step, they follow from Slurm's variables: unless MASTER_ADDR and MASTER_PORT are set, the first
     host of the step is the master, and the port depends on the job and step numbers. Plain `python` gets a group of one
-    process, on any free port. Raises UsageError if some of the variables are missing or not in range, or if `scontrol`
-    cannot name the first host.
+    process, on any free port. Raises UsageError if a variable is missing or wrong, or if `scontrol` does not answer.
     """
     env, names = os.environ, ["MASTER_PORT"]
     if env.get("RANK"):

@@ -31,7 +31,7 @@ def outline(create: Callable[..., nn.Module], *args: Any) -> "tuple[nn.Module, W
         model = create(*args)
     tensors = dict(named_tensors(model))
     known = recorder.known and watch.known
-    known &= all(_is_meta(tensor) and _key(tensor) in recorder.seen for tensor in tensors.values())
+    known &= all(tensor.device.type == "meta" and _key(tensor) in recorder.seen for tensor in tensors.values())
     if agree((known, recorder.digest())) and known:
         return model, Weights(recorder, state, tensors, {})
     torch.set_rng_state(state)
@@ -47,10 +47,6 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _tensors(*values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def _is_meta(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"
 
 
 def _key(tensor: Tensor) -> int:
@@ -73,7 +69,7 @@ class Recorder(TorchDispatchMode):
         if not function._schema.is_mutable and {*map(_key, returned)} <= {*map(_key, given)}:
             return result
         call = function, args, kwargs, result
-        self.known &= all(_is_meta(tensor) for tensor in given + returned) and all(
+        self.known &= all(tensor.device.type == "meta" for tensor in given + returned) and all(
             _key(tensor) in self.seen or _overwrites(call, _key(tensor)) for tensor in given)
         self.seen.update((_key(tensor), tensor.untyped_storage()) for tensor in returned)
         self.calls.append(call)

@@ -3,29 +3,27 @@
 With FSDP2 and tensor parallelism (`train_FSDP.py` and its children), such tensors are DTensors: each process has a
 shard. In a pipeline (`train_PP.py`), tensors that another process has are on the meta device, without data.
 """
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from .checkpoint import copied
 from .errors import UsageError
 from .reduce import get_world_size
 from .replay import Weights, named_tensors
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 
 def fsdp_mesh(replicas: int, device: torch.device) -> dict[str, Any]:
     """Return the shape and dimension names of FSDP2's mesh for init_device_mesh().
 
-    One replica has no dimension: NCCL may average groups of one rank wrongly (torch: _get_gradient_divide_factors).
+    One replica has no dimension of its own: NCCL may average groups of one rank wrongly (_get_gradient_divide_factors).
     """
     reject_gloo(dist.get_backend(), device.type)
     shape = divide("--replicas", replicas)
@@ -68,20 +66,16 @@ def units(blocks: Sequence[nn.Module], reshard: bool) -> Iterator[tuple[nn.Modul
 
 def count_units(model: nn.Module) -> int:
     """Return the number of FSDP2 units in `model`, including the root's unit."""
-    from torch.distributed.fsdp import FSDPModule
-
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def channels_last(model: nn.Module, inputs: tuple) -> tuple:
-    """A forward pre-hook: return the inputs with images in channels-last layout; FSDP2 rejects such weights."""
+    """A forward pre-hook: return the inputs with images in channels-last layout, which FSDP2 rejects for weights."""
     return tuple(value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value for value in inputs)
 
 
 def sum_gradients(model: nn.Module) -> nn.Module:
-    """Make FSDP2 sum gradients and then divide: some backends average wrongly (intel/torch-xpu-ops issue 3020)."""
-    from torch.distributed.fsdp import FSDPModule
-
+    """Make FSDP2 sum and then divide gradients, because some backends average wrongly (torch-xpu-ops issue 3020)."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_force_sum_reduction_for_comms(True)
@@ -99,12 +93,6 @@ class EvenShare(list):
         self.own = len(range(rank, length, count))
 
 
-def is_sharded(value: Any) -> "TypeGuard[DTensor]":
-    """Return whether `value` is a DTensor, without importing the class, because that takes half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def gather(content: dict[str, Any]) -> dict[str, Any]:
     """Return `content`, a nested dict, with full tensors on the CPU on rank 0, and an empty dict on other ranks.
 
@@ -112,21 +100,21 @@ def gather(content: dict[str, Any]) -> dict[str, Any]:
     itself. Tensors are gathered one at a time: a device needs memory for one full tensor, rank 0's host for all.
     """
     mine = dict(flatten(content))
-    if not any(is_sharded(value) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
+    if not any(isinstance(value, DTensor) or isinstance(value, Tensor) and value.is_meta for value in mine.values()):
         return content
     mine = {path: value for path, value in mine.items() if not (isinstance(value, Tensor) and value.is_meta)}
     size = dist.get_world_size()
     # tensors sharded over all processes need no announcement; a pipeline stage's first process announces any other one
     whole = {path: _unshard(value) for path, value in mine.items()
-             if is_sharded(value) and value.device_mesh.size() == size}
+             if isinstance(value, DTensor) and value.device_mesh.size() == size}
     outlines = {path: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
                 for path, value in mine.items() if path not in whole
-                and not (is_sharded(value) and _first(value) != dist.get_rank())}
+                and not (isinstance(value, DTensor) and _first(value) != dist.get_rank())}
     held: list[dict] = [{} for _ in range(size)]
     dist.all_gather_object(held, outlines)
     for path in dict.fromkeys(path for paths in held for path in paths):
         owner, value = next(rank for rank, paths in enumerate(held) if path in paths), mine.get(path)
-        whole[path] = _fetch(_unshard(value) if is_sharded(value) else value, owner, held[owner][path])
+        whole[path] = _fetch(_unshard(value) if isinstance(value, DTensor) else value, owner, held[owner][path])
     return nest(whole) if dist.get_rank() == 0 else {}
 
 
@@ -150,10 +138,8 @@ def nest(flat: Mapping[tuple, Any]) -> dict[str, Any]:
     return result
 
 
-def _unshard(value: "DTensor") -> Tensor | None:
+def _unshard(value: DTensor) -> Tensor | None:
     """Return the full tensor on the CPU on its mesh's first rank, else None; all ranks of the mesh must call this."""
-    from torch.distributed.tensor import Replicate
-
     placements = list(value.placements)
     # with _StridedShard, the cut along the mesh's first dimension came last
     strided = any(type(place).__name__ == "_StridedShard" for place in placements)
@@ -164,7 +150,7 @@ def _unshard(value: "DTensor") -> Tensor | None:
     return value.to_local().cpu() if dist.get_rank() == _first(value) else None
 
 
-def _first(value: "DTensor") -> int:
+def _first(value: DTensor) -> int:
     return int(value.device_mesh.mesh.min())
 
 
@@ -197,19 +183,17 @@ def take(part: Any, saved: Any) -> Any:
 
 def _share(value: Any, like: Any) -> Any:
     """Return a copy of this process's part of the full tensor `value`, sharded as `like` is."""
-    if is_sharded(value):
+    if isinstance(value, DTensor):
         return value
     if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
         return copied(value)
     if like.is_meta:
         return torch.empty_like(like)
-    return _cut(value, like).clone() if is_sharded(like) else copied(value)
+    return _cut(value, like).clone() if isinstance(like, DTensor) else copied(value)
 
 
-def _cut(whole: Tensor, like: "DTensor") -> Tensor:
+def _cut(whole: Tensor, like: DTensor) -> Tensor:
     """Return this process's shard of the full tensor `whole`, sharded as `like` is."""
-    from torch.distributed.tensor import distribute_tensor
-
     # src_data_rank=None: each process has the whole tensor and cuts its shard out, without communication
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
@@ -231,5 +215,5 @@ def fill(model: nn.Module, weights: Weights, device: torch.device,
     for name, whole in chain(loaded.items(), weights.draw([name for name in places if name not in loaded], device)):
         place = places[name]
         if not place.is_meta:
-            place.copy_(_cut(whole, place) if is_sharded(place) and not is_sharded(whole) else whole)
+            place.copy_(_cut(whole, place) if isinstance(place, DTensor) and not isinstance(whole, DTensor) else whole)
     return model

@@ -10,8 +10,8 @@ from .errors import UsageError, reason
 def serve_store(host: str, port: int, nodes: int, node_rank: int = 0) -> tuple[dist.TCPStore | None, int]:
     """Start a TCPStore on node 0; return it (None on the other nodes) and its port. If `port` is 0, choose a free one.
 
-    For several nodes, it listens on all addresses, not only on `host`: the first host may resolve its own name to
-    127.0.1.1, which other hosts cannot reach. Raises UsageError, for example if the port is in use.
+    For several nodes, it listens on all addresses, because the first host may resolve its own name to 127.0.1.1. Raises
+    UsageError, for example if the port is in use.
     """
     if node_rank >= nodes:
         raise UsageError(f"--node-rank {node_rank}: the {nodes} node(s) of --nnodes have the numbers 0 to {nodes - 1}")

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from . import shards
@@ -60,8 +60,8 @@ def equalize(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMes
     """
     name, = mesh.mesh_dim_names or ("",)
     values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
-    for value in filter(shards.is_sharded, [*model.parameters(), *values]):
-        if value.is_meta:  # belongs to another stage
+    for value in [*model.parameters(), *values]:
+        if not isinstance(value, DTensor) or value.is_meta:  # unsplit, or on another stage
             continue
         if value.device_mesh.size() == dist.get_world_size() and all(place.is_shard() for place in value.placements):
             continue  # each process has a different part

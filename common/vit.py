@@ -67,10 +67,10 @@ class Classifier(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) that averages its tokens.
+    """A vision transformer (Dosovitskiy et al. 2021, arXiv:2010.11929): normalized images (N, C, H, W) to logits.
 
-    The mean replaces the paper's class token (Beyer et al. 2022, arXiv:2205.01580). `size` is one of SIZES; "vit_base"
-    has the paper's ViT-B/16 blocks. The model maps normalized images (N, C, H, W) to logits (N, num_classes).
+    The mean over the tokens replaces the paper's class token (Beyer et al. 2022, arXiv:2205.01580). `size` is one of
+    SIZES; "vit_base" has the paper's ViT-B/16 blocks.
     """
 
     def __init__(self, size: str, num_classes: int, image_shape: tuple[int, ...]) -> None:
