@@ -142,8 +142,8 @@ def report_errors() -> Iterator[None]:
     exits at once: destroying the process group would wait for processes that may wait for this one. So does a process
     with a device mesh when its script is done.
     """
-    # A shell closed these streams, as with 2>&-: tqdm and flush() need files, and torch's C++ code writes its warnings
-    # to the stream's number, which another file would otherwise have
+    # A shell closed these streams, as with 2>&-. tqdm and flush() need files, and otherwise, another file would get a
+    # stream's number, to which torch's C++ code writes warnings
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))

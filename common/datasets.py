@@ -77,7 +77,7 @@ def create_datasets(name: str, path: str | Path, seed: int) -> tuple[Any, Any]:
 class ArrayDataset:
     """A dataset in memory: `images`, `uint8` of shape (N, C, H, W), and `labels`, `int64` of shape (N,).
 
-    With `augment`, it pads images with 4 black pixels, then crops and flips them at random (arXiv:1512.03385, 4.2).
+    With `augment`, it pads each side with 4 black pixels, crops and flips at random (arXiv:1512.03385, section 4.2).
     """
 
     def __init__(self, name: str, images: Tensor, labels: Tensor, seed: int, augment: bool = False) -> None:

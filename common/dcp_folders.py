@@ -180,10 +180,7 @@ def resume(path: str | None, output_dir: Path, state: dict[str, Any], progress: 
 
 
 def read(path: Path, state: dict[str, Any], load: Any) -> dict[str, Any]:
-    """Return a folder's content in the form of a checkpoint file; `load` (dcp.load) reads this process's shards.
-
-    A different number of processes may have written the folder. Raises UsageError if it is incomplete.
-    """
+    """Return a folder's content as a checkpoint file's, with this process's shards; UsageError if incomplete."""
     model, optimizer = state["model"].state_dict(), state["optimizer"]
     parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
     tensors, places = {}, _values(path)

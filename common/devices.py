@@ -50,8 +50,9 @@ def count_processes(name: str | None) -> int:
 
 def _choose(name: str | None, local_rank: int | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device(choose_device(name, accelerator.type if accelerator else None, torch.accelerator.device_count(),
-                                      local_rank, launch.local_world_size(), device_types_in_groups()))
+    group: tuple = () if local_rank is None else (local_rank, launch.local_world_size(), device_types_in_groups())
+    count = torch.accelerator.device_count()
+    return torch.device(choose_device(name, accelerator.type if accelerator else None, count, *group))
 
 
 def choose_device(name: str | None, accelerator: str | None, count: int, local_rank: int | None = None,
@@ -115,7 +116,7 @@ def choose_algorithms(deterministic: bool, device: torch.device) -> None:
 
     `deterministic` follows https://docs.pytorch.org/docs/stable/notes/randomness.html; the cuBLAS workspace must be
     fixed before anything uses cuBLAS. Raises UsageError on MPS. For speed, float32 matrix products use TF32, as
-    convolutions do by default, and cuDNN searches for the fastest convolutions. On a CPU, some would use TF32, too.
+    convolutions do by default, and cuDNN searches for the fastest ones. A CPU, which may have TF32, stays as it is.
     """
     if deterministic and device.type == "mps":
         raise UsageError("--deterministic: MPS has no deterministic max-pooling; use --device cpu")

@@ -55,7 +55,7 @@ def launch_environment() -> dict[str, str]:
 
 
 def cores_per_process() -> int:
-    """Return how many of this host's cores a process may use; cores bound to one (by Slurm or numactl) are all its."""
+    """Return how many cores this process may use, at least 1: those bound to it, or a share of the launch's cores."""
     if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
         return max(1, (os.cpu_count() or 1) // local_world_size())
     own = os.sched_getaffinity(0)

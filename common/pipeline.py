@@ -26,7 +26,7 @@ class Bf16(nn.Module):
 
 
 def cut(model: nn.Module, count: int, bf16: bool = False) -> Sequence[nn.Module]:
-    """Cut a model into `count` stages with about equally many parameters; raise UsageError if it cannot be cut."""
+    """Cut a model into `count` stages of about equal size (`bf16`: see Bf16); raise UsageError if it cannot be cut."""
     if not isinstance(model, (models.CNN, ViT, nn.Sequential)):
         raise UsageError("--model: a pipeline needs a chain of layers: cnn, vit, vit_base or your own nn.Sequential")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):

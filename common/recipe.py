@@ -8,7 +8,7 @@ from .errors import UsageError
 
 
 def top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a metric of scores (N, classes) and integer targets (N,): is the label among the `k` highest scores?"""
+    """Return a metric: is the label among the `k` highest outputs (N, classes)? UsageError if they do not fit."""
     def hit(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
             shapes = f"{tuple(outputs.shape)} and {tuple(targets.shape)} {targets.dtype}"

@@ -41,7 +41,7 @@ def divide(option: str, parts: int) -> tuple[int, int]:
 
 
 def reject_gloo(backend: str, device_type: str) -> None:
-    """Raise UsageError for gloo on a GPU, whose memory it would read as the host's (also: pytorch issue 152645)."""
+    """Raise UsageError for gloo on a GPU, whose memory it would read as the host's; see also pytorch issue 152645."""
     if backend == "gloo" and device_type != "cpu":
         raise UsageError(f"gloo cannot split a model over {device_type} devices: start at most one process per device, "
                          "with the device's own --backend, or use --device cpu")

@@ -12,7 +12,7 @@ STOPPED = 85  # exit code of a run that saved and stopped because of a signal; a
 
 
 def note_signals(*names: str) -> threading.Event:
-    """Make these signals set an event, which it returns; workers inherit that they are blocked: see `shield_worker`."""
+    """Make these signals set an event, and return it; loader workers inherit that they are blocked."""
     numbers = {getattr(signal, name) for name in names if hasattr(signal, name)}  # Windows has no SIGUSR1
     for number in numbers:
         signal.signal(number, lambda *_: noted.set())  # in case one of torch's threads receives the signal

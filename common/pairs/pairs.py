@@ -155,7 +155,7 @@ def save_preview(path: str | Path, inputs: torch.Tensor, targets: torch.Tensor) 
 
 
 def create_once(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Create `folder`, complete, with `fill(draft)`, unless it exists: one process does while the others wait."""
+    """Fill a draft of `folder` and rename it, unless `folder` exists: one process does so, and the others wait."""
     if folder.is_dir():  # the folder around it may be read-only
         return
     draft = folder.with_name(f".{folder.name}.draft")
