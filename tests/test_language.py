@@ -207,7 +207,7 @@ def test_thestandard_library_is_its_code_in_one_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("text", {"a.txt": b"short"}, "training text has only 5 tokens"), ("text", {}, "No such file"),
-    ("text", {"a.txt": b"\xff" * 900}, "a.txt: .*decode"), ("tokens", {"train.bin": b"\0\1" * 999}, "val.bin"),
+    ("text", {"a.txt": b"\xff" * 900}, "a.txt: .*decode"), ("tokens", {"train.bin": bytes(range(200)) * 9}, "val.bin"),
     ("tokens", {"train.bin": b"\1\2\3", "val.bin": b"\1\2"}, "train.bin")])
 def test_wrong_data_is_explained(tmp_path, name, content, message):
     for file, data in content.items():
@@ -218,7 +218,7 @@ def test_wrong_data_is_explained(tmp_path, name, content, message):
 
 def test_a_token_beyond_the_vocabulary_is_explained(tmp_path):
     for part in ("train", "val"):
-        torch.full((99,), 50257, dtype=torch.uint16).numpy().tofile(tmp_path / f"{part}.bin")
+        torch.tensor([1, 2, 50257] * 33, dtype=torch.uint16).numpy().tofile(tmp_path / f"{part}.bin")
     train, _ = text.create_datasets("tokens", tmp_path, 16, 4, seed=1)
     with pytest.raises(ProcessError, match="has token 50257, and the vocabulary ends at 50256"):
         train[0]
