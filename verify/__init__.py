@@ -7,11 +7,12 @@ Exit code 0 means the same model, 1 different models, and 2 that the runs are no
 README.md in this folder says what is compared, which causes are named, and what cannot be seen.
 
 `running.py` starts a command so that each of its processes that imports torch runs `recording.py`, which computes in
-float64 and records digests at each optimizer step. `comparing.py` finds the first difference between the `records.py`
-of two commands, and `explaining.py` names its likely cause. `watching.py` checks the records of a single command.
+float64 and records the `digests.py` of tensors at each optimizer step. It watches the program's `modules.py`, the
+`samples.py` that it reads and the random numbers that it draws (`draws.py`). `comparing.py` finds the first difference
+between the `records.py` of two commands, and `explaining.py` names its likely cause. `watching.py` checks the records
+of a single command.
 """
 from .comparing import compare
-from .recording import Recorder
 from .running import environment, record
 
-__all__ = ["Recorder", "compare", "environment", "record"]
+__all__ = ["compare", "environment", "record"]

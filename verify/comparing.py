@@ -16,7 +16,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}
-KEPT = ("buffer", "average")  # the kinds of held tensors that must be equal in both runs
+KEPT = ("buffer", "average")  # the kinds of unoptimized tensors that must be equal in both runs
 METRICS = set("acc accuracy ap auc bits bleu bpb dice err error f1 iou loss losses mae map miou mse norm perplexity "
               "ppl precision psnr recall rmse rouge score ssim top1 top5".split())
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -97,7 +97,7 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
             return different("rank-stops", f"the ranks of {run.label} take {[*counts.values()]} steps", run.length)
     if a.length != b.length and not any(failed):
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
-    if answer := held_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
+    if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
         return different("buffers", *answer)
     if not any(failed) and (fact := printed_differ(*printed, limits.high if native else 1e-6, cut)):
         report["notes"].append(f"metric: {fact}: {REMEDIES['metric']}")
@@ -109,17 +109,18 @@ def refuse(report, reason, step=None):
     return {**report, "verdict": "not comparable", "cause": None, "step": step, "message": reason}
 
 
-def held_differ(a, b, limit, again=False):
+def unoptimized_differ(a, b, limit, again=False):
     """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
     Return (evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
     """
-    pairs = [("differs between A and B, though all parameters are the same", a.held(), b.held(), KEPT)]
-    pairs += [(f"differs between ranks 0 and {rank} of {run.label}", *([step["held"] for step in steps] for steps in (
-        next(iter(run.ranks.values())), run.ranks[rank])), "average of") for run in (a, b) for rank in [*run.ranks][1:]]
+    pairs = [("differs between A and B, though all parameters are the same", a.unoptimized(), b.unoptimized(), KEPT)]
+    pairs += [(f"differs between ranks 0 and {rank} of {run.label}", *([step["unoptimized"] for step in run.ranks[one]]
+                                                                     for one in (min(run.ranks), rank)), "average of")
+              for run in (a, b) for rank in [*run.ranks][1:]]
     for where, left, right, kind in pairs[:1 if again else None]:
-        for number, held in enumerate(zip(left, right)):
-            if found := apart(*held, limit, kind):
+        for number, digests in enumerate(zip(left, right)):
+            if found := apart(*digests, limit, kind):
                 return f"{found[0]} {where}", max(number - 1, 0), *found
     return None
 

@@ -256,7 +256,7 @@ def old_weight(it):
     for run, states in ((it.a, it.left), (it.b, it.right)):
         new = {f"weight {row.name}": row.value for row in run.at(it.step - 1)[1]} if it.step else {}
         for rank, state in zip(run.ranks, states):
-            for name, _, digest in state["held"]:
+            for name, _, digest in state["unoptimized"]:
                 if name in new and gap(digest, new[name]) > 1e-6:
                     return f"rank {rank} of {run.label} uses a different {name} than the rank that updated it"
     return None
@@ -266,7 +266,7 @@ def buffers(it):
     """A buffer, or another tensor that the model holds, differs, so the losses differ, too."""
     for run, states in ((it.a, it.left), (it.b, it.right)):
         for rank, state in zip(run.ranks, states):
-            found = apart(it.left[0]["held"], state["held"], 1e-6, ("buffer", "average", "other"))
+            found = apart(it.left[0]["unoptimized"], state["unoptimized"], 1e-6, ("buffer", "average", "other"))
             if found and not math.isclose(*it.losses):
                 return f"{found[0]} on rank {rank} of {run.label} differs from that on rank 0 of {it.a.label}"
     return None

@@ -55,10 +55,10 @@ class Run:
     def kinds(self, rank):
         return [event["event"] for event in self.events[rank]]
 
-    def held(self):
+    def unoptimized(self):
         """Return rank 0's buffers and averages before each step and at the end: lists of [name, shape, digest]."""
         events = next(iter(self.events.values()))
-        return [event["held"] for event in events if event["event"] in ("step", "end")]
+        return [event["unoptimized"] for event in events if event["event"] in ("step", "end")]
 
     def join(self):
         """Replace each tensor's parts, which several ranks hold, with the whole tensor."""

@@ -7,10 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from . import recording
 from .comparing import Failure
 
-SITE = """import gc, importlib.machinery, importlib.util, os, runpy, sys
+SITE = """import gc, importlib.machinery, importlib.util, os, sys, types
 gc.set_threshold(10_000)  # with the default, 700, the collector would take an eighth of the time to load torch
 class OnTorch:
     def find_spec(self, name, path=None, target=None):
@@ -18,10 +17,13 @@ class OnTorch:
             sys.meta_path.remove(self)
             if spec := importlib.util.find_spec(name):
                 load = spec.loader.exec_module
-                spec.loader.exec_module = lambda module: (
-                    sys.meta_path.remove(self), load(module), runpy.run_path({file!r})["Recorder"](**{options!r}))
+                spec.loader.exec_module = lambda module: (sys.meta_path.remove(self), load(module), record())
             sys.meta_path.insert(0, self)  # some libraries only check that torch exists
             return spec
+def record():  # under another name, as the program may have a module that is called verify
+    sys.modules["_verify"] = types.ModuleType("_verify")
+    sys.modules["_verify"].__path__ = [{package!r}]
+    importlib.import_module("_verify.recording").Recorder(**{options!r})
 sys.meta_path.insert(0, OnTorch())
 path = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
 if spec := importlib.machinery.PathFinder.find_spec("sitecustomize", path):  # the program's own sitecustomize
@@ -35,7 +37,7 @@ def environment(folder, **options):
     site = Path(folder).resolve() / "site"
     site.mkdir(parents=True)
     options = {"folder": str(site.parent), **options}
-    (site / "sitecustomize.py").write_text(SITE.format(file=os.path.abspath(recording.__file__), options=options))
+    (site / "sitecustomize.py").write_text(SITE.format(package=str(Path(__file__).resolve().parent), options=options))
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import verify
+from verify.recording import Recorder
 
 MISTAKES = [
     "right", "weights of each rank", "model instead of DDP", "scheduler on rank 0", "no set_epoch", "summed loss",
@@ -182,7 +182,7 @@ def fork(mistake, folder, rank, world):
     if mistake != "right":
         gc.unfreeze = lambda: None  # verify need not look at the 300,000 objects of torch in each process
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    verify.Recorder(str(folder), whole=folder.parent / "right on 1", outputs_at=1,
+    Recorder(str(folder), whole=folder.parent / "right on 1", outputs_at=1,
                     resting=["BatchNorm"] if "at rest" in mistake else [])
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)

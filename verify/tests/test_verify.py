@@ -158,10 +158,11 @@ def test_a_module_may_take_any_keyword(records):
 
 
 LARGE = """
-import resource, sys, torch, verify
+import resource, sys, torch
+from verify.recording import Recorder
 import torch._dynamo  # here, or the optimizer imports it below
 
-verify.Recorder(sys.argv[1])
+Recorder(sys.argv[1])
 model = torch.nn.Linear(4096, 2048, bias=False)
 model(torch.ones(1, 4096)).sum().backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -204,7 +205,7 @@ def test_a_mistake_that_one_run_shows_is_found_without_another(records):
 def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
     step = {"event": "step", "samples": [1.0, 2.0], "batches": 1, "loss": 1.0, "clips": [], "flags": [], "resting": 0,
-            "held": [], "outputs": [], "labels": [], "size": 2}
+            "unoptimized": [], "outputs": [], "labels": [], "size": 2}
     zero = [[0.0] * 3]
     return Run(label, [(rank, [{**step, "rows": [[name, shape, *(more or zero)[:1], [0.1], *(more[1:] or zero * 2)]
                                                  for name, shape, *more in rows]}])

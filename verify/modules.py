@@ -1,0 +1,55 @@
+"""Find the modules of a program: the names of parameters, and the tensors that no optimizer changes."""
+import gc
+
+import torch
+
+
+class Modules:
+    """The modules that the program has created, as of the last call of find()."""
+
+    def __init__(self):
+        self.names, self.leaves, self.replicas = {}, [], False  # names: {id(module): name}
+        self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
+
+    def find(self, parameters, optimized):
+        """Find all modules, buffers and averages of the weights; return a name for each of `parameters`."""
+        gc.unfreeze()  # gc.get_objects() omits objects that the program has frozen
+        names = {}
+        modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
+        inside = {id(child) for module in modules for child in module.children()}
+        outermost = [module for module in modules if id(module) not in inside]
+        for module in modules:
+            for name, item in module.named_parameters():
+                names[id(item)] = max(names.get(id(item), ""), plain(name), key=len)
+        self.names = {id(part): plain(name) for module in outermost for name, part in module.named_modules() if name}
+        self.leaves = [module for module in modules if not module._modules]
+        self.replicas = any(isinstance(module, torch.nn.parallel.DistributedDataParallel)
+                            and module.process_group.size() == torch.distributed.get_world_size()
+                            for module in modules)
+        shapes = lambda module: [item.shape for item in module.parameters()]  # noqa: E731
+        trained = [module for module in outermost if any(id(item) in optimized for item in module.parameters())]
+        averages = [module for module in outermost if module not in trained and shapes(module)
+                    and shapes(module) in map(shapes, trained)]
+        found = {id(item): (f"{'buffer' if module in trained else 'other buffer'} {plain(name)}", item)
+                 for module in outermost for name, item in module.named_buffers()}
+        found |= {id(item): (f"weight {plain(name)}", item) for module in trained  # that other ranks update
+                  for name, item in module.named_parameters() if item.requires_grad and id(item) not in optimized}
+        for module in averages:
+            found |= {id(item): (f"average of {plain(name)}", item) for name, item in module.named_parameters()}
+            found |= {id(item): (f"average's buffer {plain(name)}", item) for name, item in module.named_buffers()}
+        self.unoptimized = sorted(((name, item) for name, item in found.values() if item.is_floating_point()
+                                   and item.numel() and not item.is_meta), key=lambda pair: pair[0])
+        return [names.get(id(item), "parameter") for item in parameters]
+
+
+def plain(name):
+    """Return the name of a parameter, buffer or module without the prefixes that DDP, FSDP and others add."""
+    for wrapper in ("_forward_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def tensors_of(value):
+    """Return the plain dense tensors in a nested value; leave out those of torch.func and of meta devices."""
+    return [item for item in torch.utils._pytree.tree_leaves(value) if type(item) is torch.Tensor and not item.is_meta
+            and item.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(item)]
