@@ -2,7 +2,7 @@
 
     A: python {}
     B: torchrun --nproc-per-node=2 {}
-    Bug: stylegan2-159: uneven-mean: https://github.com/rosinality/stylegan2-pytorch/issues/159
+    Bug: stylegan2-159: loss: https://github.com/rosinality/stylegan2-pytorch/issues/159
         The penalty compares path lengths with their mean over the batch. With several GPUs, each took the mean over
         its own share, so that the penalty was not that of one GPU.
     Bug: tutorials-31572: not-averaged|partial: https://github.com/pytorch/pytorch/issues/31572
