@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from .comparing import compare, refuse
-from .explaining import REMEDIES, first_module
+from .explaining import UNSURE, draws_that_differ, trace
 from .records import Run
 from .running import printed, record
 from .watching import watch
@@ -56,23 +56,15 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
         own = compare(folders[0], *again, native, again=True)
         if own["parameter"]:
             return refuse(report, f"two runs of command A differ at step {own['step']}: set its seeds", own["step"])
-    if report["cause"] in ("random", "unknown", "no-backward", "uneven-mean") and report["column"] == "grad":
+    unclear = report["cause"] in ("samples", "random", "unknown", "no-backward") or report["message"].startswith(UNSURE)
+    if unclear and report["column"] == "grad":
         last = report["step"]
         shown, _ = run(commands, last, whole, native=native, outputs_at=last)
         runs = [Run.read(folder, label) for folder, label in zip(shown, "AB")]
-        sites = [site for found in runs for state in (found.at(last - 1)[0] if found.length >= last else ())
-                 for site in state["sites"]]
-        module = first_module(*runs, last - 1)
-        if report["cause"] == "random" and not sites:
-            report = judge(folders, failed, native, calm=True)
-        elif report["cause"] == "random":
-            report["message"] += f"\nthe first draw is in {sites[0]}"
-        if module and report["cause"] in ("uneven-mean", "unknown"):
-            report |= {"cause": "forward", "message": f"the output of {module} differs: {REMEDIES['forward']}"}
-        elif module is not None:
-            part = "loss differs, as with other labels" if report["cause"] == "uneven-mean" else "backward pass differs"
-            report["message"] += "\n" + (f"the first module whose output differs is {module}" if module else
-                                          f"the outputs of all modules agree, so the {part}")
+        if min(found.length for found in runs) >= last:
+            if report["cause"] == "random" and not draws_that_differ(*runs, last - 1):
+                report = judge(folders, failed, native, calm=True)
+            report = trace(report, *runs)
     return report
 
 
@@ -102,7 +94,7 @@ def show_watch(report, command):
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m verify", description="Check whether two commands train the same model, or check one command.",
-        epilog="exit code: 0 same or sound, 1 different or unsound, 2 not comparable")
+        epilog="exit code: 0 same or sound, 1 different or unsound, 2 not comparable, 3 alike, too coarse to prove")
     parser.add_argument("commands", nargs="+", metavar="COMMAND", type=shlex.split, help="a command, in quotes")
     parser.add_argument("--watch", action="store_true", help="check one command against rules for any correct run")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="stop after N optimizer steps")
@@ -126,13 +118,13 @@ def main():
     if not all(args.commands):
         parser.error("a command is empty")
     commands = [shlex.join(words) for words in args.commands]
-    for name in ("SIGTERM", "SIGHUP"):  # so that a finally block stops the commands; under nohup, SIGHUP stays ignored
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # so that a finally block stops the commands
         number = getattr(signal, name, None)
-        if number and signal.getsignal(number) == signal.SIG_DFL:
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         if args.watch:
-            failure = record(*commands, Path(folder), args.timeout, steps=args.steps, native=True)
+            failure = record(*commands, Path(folder), args.timeout, steps=args.steps, native=True, outputs_at=1)
             remove(args.fresh)
             report = watch(folder, failure)
             show_watch(report, *commands)
@@ -141,7 +133,7 @@ def main():
             show(report, commands)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return {"same": 0, "sound": 0, "different": 1, "unsound": 1, "not comparable": 2}[report["verdict"]]
+    return {"same": 0, "sound": 0, "different": 1, "unsound": 1, "not comparable": 2, "alike": 3}[report["verdict"]]
 
 
 if __name__ == "__main__":

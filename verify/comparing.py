@@ -3,8 +3,8 @@ import math
 import re
 from typing import NamedTuple
 
-from .explaining import REMEDIES, Difference, ranks_differ, unmatched
-from .records import Run, apart, match, worst
+from .explaining import Difference, ranks_differ, remedy, unmatched
+from .records import EQUAL, NOISE, Run, apart, match, same_probes, worst
 
 
 class Limits(NamedTuple):
@@ -19,8 +19,12 @@ LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "
 KEPT = ("buffer", "average")  # the kinds of unoptimized tensors that must be equal in both runs
 METRICS = set("acc accuracy ap auc bits bleu bpb dice err error f1 iou loss losses mae map miou mse norm perplexity "
               "ppl precision psnr recall rmse rouge score ssim top1 top5".split())
-NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-PRINTED = re.compile(r"([A-Za-z][\w/.@-]*)[\"']?\s*[:=]?\s*[\"'(]?(" + NUMBER + r")(?![\w.]*[A-Za-z])")
+LOSSES = {"loss", "losses", "norm"}  # of a training step, unless the line says otherwise
+EVALUATED = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|evaluation|evaluated|dev)(?![a-z])", re.I)
+NUMBER = r"[-+]?\d{1,40}(?:\.\d{1,40})?(?:[eE][-+]?\d{1,4})?"
+PRINTED = re.compile(  # all parts have a limit, and each word is tried once: the time is linear in the output
+    r"(?<![\w/.@-])([A-Za-z][\w/.@-]{0,80})[\"']?\s{0,8}[:=]?\s{0,8}[\"'(]?(" + NUMBER + r")(?![\w.]{0,80}[A-Za-z])")
+OCCURRENCES = 100_000  # compare so many numbers of a metric, so that memory is bounded
 
 
 class Failure(NamedTuple):
@@ -42,7 +46,10 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
     With `native`, the runs used their own precision. For each command, `failed` has a Failure or None, and `printed`
     has its output. `cut` is true if the number of steps was limited, and `calm` if the runs draw no random numbers.
     """
-    a, b = Run.read(folder_a, "A"), Run.read(folder_b, "B")
+    return compare_runs(Run.read(folder_a, "A"), Run.read(folder_b, "B"), native, failed, again, printed, cut, calm)
+
+
+def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False, calm=False):
     sixteen = native and {"torch.float16", "torch.bfloat16"} & (a.flags | b.flags)
     limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
     report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
@@ -52,7 +59,7 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
 
     def different(cause, fact, step, parameter=None, difference=None, column=None):
         return {**report, "verdict": "different", "cause": cause, "step": step + 1, "parameter": parameter,
-                "difference": difference, "column": column, "message": f"{fact}: {REMEDIES[cause]}"}
+                "difference": difference, "column": column, "message": f"{fact}: {remedy(cause)}"}
 
     for run in (a, b):
         if not any(run.ranks.values()) or run.doubled:
@@ -60,31 +67,37 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
             return refuse(report, f"command {run.label} {reason}")
     for state in (state for run in (a, b) for steps in run.ranks.values() for state in steps):
         state["flags"] = {*state["flags"]} - {"random"} if calm else state["flags"]
-    a.join()
-    b.join()
-    answer = None
+    paces = [0 if again else run.trains_apart()[0] for run in (a, b)]
+    by_rank = all(0 < pace < math.inf for pace in paces) and len(a.ranks) == len(b.ranks)
+    if 0 < max(paces) < math.inf and not by_rank:
+        return meeting(report, a, b, paces)
     for step in range(min(a.length, b.length)):
         limit = min(max(limits.low, 1000 * report["difference"]), limits.high)
         columns = ("start", "rate", "grad", "value")[step > 0:]
         rows, others = a.at(step)[1], b.at(step)[1]
         pairs = match(rows, others)
+        if by_rank:
+            states = [run.at(step)[0] for run in (a, b)]
+            pairs = [pair for one, two in zip(*states) for pair in match(one["rows"], two["rows"])]
+            rows, others = [[row for state in part for row in state["rows"]] for part in states]
         total = math.hypot(*[one.grad[0] for one, _ in pairs])
         moved = [pair for pair in pairs if not max(pair[0].grad[0], pair[1].grad[0]) <= limits.floor * total]
         found = [(column, *worst(moved if native and column == "value" else pairs, column,
-                                 limits.floor if column == "grad" else 1e-6)) for column in columns]
-        for run, other in () if again else ((a, b), (b, a)):
-            if not answer and (mine := ranks_differ(run, step, columns, limit, other)):
-                answer = mine
+                                 limits.floor if column == "grad" else NOISE)) for column in columns]
+        answer = None
+        for run, other, pace in ((a, b, paces[0]), (b, a, paces[1])):
+            if not answer and not again and not 0 < pace < math.inf:
+                answer = ranks_differ(run, step, columns, limit, other)
         if not answer and not len(pairs) == len(rows) == len(others):
             answer = *unmatched(rows, others, pairs), step, None, None
         for column, difference, name in found:
             if not answer and difference > limit:
                 answer = *Difference(a, b, step, column, pairs).explain(), step, name, difference, column
         report["difference"] = max(report["difference"], *[difference for _, difference, _ in found])
-        if not answer and all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
+        if answer:
+            return different(*answer)
+        if all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
             return refuse(report, f"both models contain NaN or infinity after step {step + 1}")
-    if answer:
-        return different(*answer)
     rows = (row for run in (a, b) for step in range(run.length) for row in run.at(step)[1])
     if min(a.length, b.length) and not any(row.grad[0] or row.value != row.start for row in rows):
         return refuse(report, "all gradients are zero, so nothing is trained: look at the loss and the optimizer")
@@ -99,10 +112,25 @@ def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, 
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
     if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
         return different("buffers", *answer)
-    if not any(failed) and (fact := printed_differ(*printed, limits.high if native else 1e-6, cut)):
-        report["notes"].append(f"metric: {fact}: {REMEDIES['metric']}")
+    evaluated = "evaluated" in a.flags & b.flags
+    if not any(failed) and (fact := printed_differ(*printed, limits.high if native else EQUAL, cut, evaluated)):
+        report["notes"].append(f"metric: {fact}: {remedy('metric')}")
     bound = f" (tolerance {limits.low:g} at first, {limits.high:g} later)" * native
+    if report["difference"] > LIMITS["own"].low:
+        coarse = f"within {report['difference']:.2g}: too coarse to prove that the models are the same"
+        return {**report, "verdict": "alike", "message": f"{a.length} steps, {coarse}{bound}"}
     return {**report, "message": f"{a.length} steps, greatest relative difference {report['difference']:.1e}{bound}"}
+
+
+def meeting(report, a, b, paces):
+    """Return the report if the ranks of only one run, or of different numbers, train apart: compare where they meet."""
+    run, pace = max(zip((a, b), paces), key=lambda pair: pair[1])
+    fact = f"the ranks of {run.label} train apart for {pace} step(s), as in local SGD or DiLoCo"
+    met = [number for number in run.trains_apart()[1] if number < min(a.length, b.length)]
+    if met and all(same_probes(a.states(number)[0]["before"], b.states(number)[0]["before"]) for number in met):
+        fact += f"; when they have met, before {len(met)} step(s), A and B have equal weights"
+        return {**report, "verdict": "alike", "message": f"{fact}, as far as a few parameters show"}
+    return refuse(report, f"{fact}; where they meet, A and B need not be equal")
 
 
 def refuse(report, reason, step=None):
@@ -114,43 +142,48 @@ def unoptimized_differ(a, b, limit, again=False):
 
     Return (evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
     """
-    pairs = [("differs between A and B, though all parameters are the same", a.unoptimized(), b.unoptimized(), KEPT)]
-    pairs += [(f"differs between ranks 0 and {rank} of {run.label}", *([step["unoptimized"] for step in run.ranks[one]]
-                                                                     for one in (min(run.ranks), rank)), "average of")
+    pairs = [("differs between A and B, though all parameters are the same", min(a.ranks), min(b.ranks), a, b, KEPT)]
+    pairs += [(f"differs between ranks 0 and {rank} of {run.label}", min(run.ranks), rank, run, run, "average of")
               for run in (a, b) for rank in [*run.ranks][1:]]
-    for where, left, right, kind in pairs[:1 if again else None]:
-        for number, digests in enumerate(zip(left, right)):
-            if found := apart(*digests, limit, kind):
-                return f"{found[0]} {where}", max(number - 1, 0), *found
-    return None
+    for where, left, right, run, other, kind in pairs[:1 if again else None]:
+        for number, found in enumerate(zip(run.unoptimized(left), other.unoptimized(right))):
+            if differs := apart(*found, limit, kind):
+                return f"{differs[0]} {where}", max(number - 1, 0), *differs
 
 
 def metrics(text):
-    """Return {name: [number as text, ...]} for metrics printed as NAME NUMBER, NAME: NUMBER or NAME=NUMBER.
+    """Return {name: [(number as text, whether it is of an evaluation), ...]} for printed metrics.
 
-    A part of NAME must be the name of a metric, such as "loss" in val_loss.
+    A metric is NAME NUMBER, NAME: NUMBER or NAME=NUMBER, and a part of NAME must be the name of a metric, such as
+    "loss" in val_loss. It is of an evaluation if its line or NAME says so.
     """
     found = {}
-    for name, number in PRINTED.findall(text):
-        if METRICS & {*re.split(r"[\W_]+", name.lower())}:
-            found.setdefault(name, []).append(number)
+    for line in text.splitlines() if isinstance(text, str) else text:
+        for name, number in PRINTED.findall(line):
+            if METRICS & {*re.split(r"[\W_]+", name.lower())} and len(found.setdefault(name, [])) < OCCURRENCES:
+                found[name].append((number, bool(EVALUATED.search(line.replace("_", " ")))))
     return found
 
 
-def printed_differ(one, two, tolerance, cut=False):
+def printed_differ(one, two, tolerance, cut=False, evaluated=False):
     """Return text that says how a metric that both commands print differs, or None if none differs.
 
-    With `cut`, the commands may print a metric different numbers of times; otherwise, such a metric is not compared.
+    Compare the metrics of an evaluation: if a line says so or, if both runs have `evaluated`, all but losses. Of other
+    metrics, which may cover the share of rank 0, name only those that differ by one whole factor in all lines.
+    With `cut`, the commands may print a metric a different number of times, but no line on each rank.
     """
     left, right = metrics(one), metrics(two)
     for name, numbers in left.items():
         others = right.get(name, [])
-        if not cut and len(numbers) != len(others):
-            continue  # for example, because each rank prints a line
-        for place, (x, y) in enumerate(zip(numbers, others), 1):
+        if abs(len(numbers) - len(others)) > cut:
+            continue
+        ratios = {round(float(y) / float(x), 2) for (x, _), (y, _) in zip(numbers, others) if float(x)}
+        factor = max([*ratios, *[1 / ratio for ratio in ratios if ratio]], default=1) if len(ratios) == 1 else 1
+        certain = evaluated and not LOSSES & {*re.split(r"[\W_]+", name.lower())}
+        for place, ((x, tested), (y, _)) in enumerate(zip(numbers, others), 1):
             digit = max(1.01 * 10.0 ** -len(number.partition(".")[2].partition("e")[0]) for number in (x, y))
             if "e" in (x + y).lower():
                 digit = 1e-3 * max(abs(float(x)), abs(float(y)))
-            if abs(float(x) - float(y)) > max(digit, tolerance * max(abs(float(x)), abs(float(y)))):
+            certain |= tested or factor > 1.5 and math.isclose(factor, round(factor), abs_tol=0.02)
+            if abs(float(x) - float(y)) > max(digit, tolerance * max(abs(float(x)), abs(float(y)))) and certain:
                 return f"A prints {name} {x} and B {y} (occurrence {place} in the output)"
-    return None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+SMALL = 1 << 14  # elements; the waves of smaller tensors are kept, which makes many small digests faster
 FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, one for each axis
 
 
@@ -31,16 +32,20 @@ def dense(tensor):
 
 def digest(tensors, parts=()):
     """Return the norm and two projections of each tensor or, with `parts`, of a part of it. None counts as zero."""
-    found = []
+    norms, projections = [], []
     with torch.no_grad():
         for tensor, part in zip(tensors, parts or [None] * len(tensors)):
             part = None if tensor is None else part
             tensor = dense(torch.zeros(1) if tensor is None else tensor)
             if part:
                 tensor = tensor.index_select(part.axis, torch.tensor(part.rows, device=tensor.device))
-            found.append(torch.cat([tensor.norm()[None], project(tensor, part)]))
-    alike = len({item.device for item in found}) < 2
-    return torch.stack(found if alike else [item.cpu() for item in found]).tolist() if found else []
+            small = not part and tensor.numel() <= SMALL
+            norms.append(torch.linalg.vector_norm(tensor))
+            projections.append(waves(tensor.shape, tensor.device) @ tensor.reshape(-1) if small
+                               else project(tensor, part))
+        found = [torch.stack(items if len({item.device for item in items}) < 2 else [item.cpu() for item in items])
+                 for items in (norms, projections) if items]
+        return torch.cat([found[0][:, None], found[1]], 1).tolist() if found else []
 
 
 def project(tensor, part=None):
@@ -53,6 +58,15 @@ def project(tensor, part=None):
         tensor = tensor.reshape(size, math.prod(shape[axis + 1:]))
         tensor = factors @ tensor if axis else torch.complex(*torch.view_as_real(factors).T @ tensor)
     return torch.view_as_real(tensor[0])
+
+
+@functools.lru_cache(maxsize=256)
+def waves(shape, device):
+    """Return the plane wave's real and imaginary parts for all elements of a small tensor."""
+    product = torch.ones(1, dtype=torch.complex128, device=device)
+    for axis, size in enumerate(shape or (1,)):
+        product = torch.outer(product, wave(size, device, axis)).reshape(-1)
+    return torch.view_as_real(product).T.contiguous()
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,18 +1,20 @@
-"""Watch the random generators: whether the model draws random numbers and, in one step, where."""
+"""Watch the random numbers: whether a program draws any and, in one step, where, by which library, and their sums."""
+import importlib.util
 import os
+import random
 import sys
 
 import torch
 
-LIBRARIES = ("torch", "numpy", "random", __package__)
+LIBRARIES = ("torch", "numpy", "random", "mtrand", __package__)
 
 
 class Draws:
-    """Whether random numbers are drawn in a step and, if `shown`, their sites: file, line and module."""
+    """Whether random numbers are drawn in a step and, after show(), the sums of all numbers drawn at each site."""
 
     def __init__(self):
         self.state = None  # None until the program has created its model
-        self.sites, self.inside, self.mode = [], [], None  # `inside`: names of the modules now in forward()
+        self.sites, self.inside, self.shown = [], [], False  # `inside`: names of the modules now in forward()
 
     def states(self):
         """Return the states of the random generators, which change if the model draws numbers, as dropout does."""
@@ -25,21 +27,63 @@ class Draws:
     def drawn(self):
         return self.state is not None and self.state != self.states()
 
+    def add(self, library, drawn):
+        """Note numbers drawn by the program, but not by an initialization, a sampler, an import or a backward pass."""
+        frame, site = sys._getframe(1), None
+        while frame:
+            name = frame.f_globals.get("__name__", "")
+            if not site and name.partition(".")[0] not in LIBRARIES:
+                site = frame
+            if name == "importlib._bootstrap" or not site and (
+                    frame.f_code.co_name in ("reset_parameters", "__init__") or name.startswith("torch.utils.data")):
+                return
+            frame = frame.f_back
+        program = site and site.f_globals.get("__name__", "").partition(".")[0] not in sys.stdlib_module_names
+        if program and torch._C._current_graph_task_id() < 0:
+            where = [f"{os.path.basename(site.f_code.co_filename)}:{site.f_lineno}", *filter(None, self.inside[-1:])]
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                numbers = torch.as_tensor(drawn).detach().double()
+                self.sites.append([f"{', module '.join(where)} ({library})", numbers.numel(),
+                                   float(numbers.sum()), float(numbers.square().sum())])
+
     def show(self):
-        """From now on, record where torch functions draw random numbers, except in the backward pass."""
-        draws = self
+        """From now on, note where torch, numpy and random draw numbers, generators of the program included."""
+        if self.shown:
+            return
+        draws, self.shown = self, True
 
         class Mode(torch.overrides.TorchFunctionMode):
             def __torch_function__(self, function, types, args=(), kwargs=None):
-                before, result, frame = draws.states(), function(*args, **(kwargs or {})), sys._getframe(1)
-                while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
-                    frame = frame.f_back
-                if before != draws.states() and not torch._C._current_graph_task_id() >= 0:
-                    where = [f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",
-                             *filter(None, draws.inside[-1:])]
-                    draws.sites.append(", module ".join(where))
+                before, result = draws.states(), function(*args, **(kwargs or {}))
+                own = (kwargs or {}).get("generator") is not None
+                if isinstance(result, torch.Tensor) and (own or before != draws.states()):
+                    draws.add(f"torch.{function.__name__}" if result.requires_grad else "torch", result)
                 return result
 
-        if not self.mode:
-            self.mode = Mode()
-            self.mode.__enter__()
+        def noted(library, function):
+            def draw(*args, **more):
+                result = function(*args, **more)
+                try:
+                    draws.add(library, args[-1] if result is None else result)
+                except (TypeError, ValueError, RuntimeError):  # such as a choice among words
+                    draws.add(library, 0.0)
+                return result
+            return draw
+
+        self.mode = Mode()
+        self.mode.__enter__()
+        for name in ("random", "getrandbits"):
+            setattr(random.Random, name, noted("random", getattr(random.Random, name)))
+            setattr(random, name, getattr(random._inst, name))
+        if importlib.util.find_spec("numpy"):
+            numbers = importlib.import_module("numpy.random")
+            for name, function in [*vars(numbers).items()]:
+                if getattr(function, "__self__", None) is numbers.mtrand._rand and "state" not in name:
+                    setattr(numbers, name, noted("numpy", function))
+            for name in ("Generator", "RandomState"):
+                kind = getattr(numbers, name)
+                own = {key: noted("numpy", value) for key, value in vars(kind).items()
+                       if callable(value) and not key.startswith(("_", "get_", "set_", "spawn", "seed"))}
+                setattr(numbers, name, type(name, (kind,), own))
+            make = numbers.default_rng
+            numbers.default_rng = lambda seed=None: numbers.Generator(make(seed).bit_generator)

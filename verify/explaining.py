@@ -2,54 +2,22 @@
 
 A rule is a function of a Difference that returns the evidence for its cause, or a false value.
 """
+import json
 import math
 from collections import Counter
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 
-from .records import apart, equal, gap, worst
+from .records import EQUAL, NOISE, apart, equal, gap, worst
 
-REMEDIES = {
-    "start": "set the same seed on every rank before you create the model, and wrap the model in DDP",
-    "not-averaged": "call the DDP wrapper, not the model inside it; run the last micro-batch outside no_sync() "
-                    "(pitfall P12)",
-    "partial": "sum the gradients over these ranks before the step, as for norms between split layers and for "
-               "copies of a tied weight",
-    "rank-lr": "call scheduler.step() on every rank, with a metric that is reduced over all ranks (pitfall P15)",
-    "set-epoch": "call sampler.set_epoch(epoch) at the start of every epoch (pitfall D1)",
-    "scale": "average over ranks instead of summing; divide each micro-batch's loss by the number of micro-batches "
-             "(pitfall P5)",
-    "group-scale": "divide these gradients by the size of the group that sums them, such as the data-parallel or the "
-                   "expert-parallel group",
-    "no-gradient": "look for a detach(), a no_grad() or a collective without a backward pass, and for tensors of DDP "
-                   "or the optimizer that do not belong to the model",
-    "reset": "call zero_grad() only before the first micro-batch of a step, not before each one",
-    "no-backward": "a collective in the loss, such as dist.all_reduce or dist.all_gather, has no backward pass: use a "
-                   "differentiable one, or reduce only numbers that need no gradient; compute a ratio, such as Dice or "
-                   "IoU, from sums over all ranks that pass gradients back",
-    "learning-rate": "compare the learning rates, how they scale with the batch size, and the schedulers: when they "
-                     "step, and how many steps they expect (pitfall D6)",
-    "batch-size": "divide the batch size by the number of processes; compare drop_last and epochs (pitfall D6)",
-    "samples": "give each rank its own share, as DistributedSampler does; compare seed, shuffle and drop_last; make "
-               "random augmentation depend on (seed, epoch, index), not on num_workers or the worker; "
-               "persistent_workers keep the dataset of the first epoch (pitfall D3)",
-    "evaluation": "call model.eval() before an evaluation and model.train() after it (pitfall E1)",
-    "batchnorm": "BatchNorm normalizes each process's share separately: use SyncBatchNorm, or accept the difference "
-                 "and compare the rest with --eval-mode BatchNorm",
-    "forward": "compare what this module computes on each rank: positions, masks, slices, gathered inputs",
-    "uneven-mean": "divide the sum of the losses by the total count of all ranks and micro-batches, not each sum by "
-                   "its own count; compute a ratio, such as Dice or IoU, from sums over all ranks that pass gradients "
-                   "back",
-    "optimizer": "compare the optimizers, their settings, and any other code that changes the weights or sends them to "
-                 "other ranks",
-    "rank-stops": "let all ranks decide from the same reduced value when to stop (pitfall P14)",
-    "clip": "clip once per step, by the norm of the full gradient, after it is averaged and unscaled",
-    "random": "compare the rest with --eval-mode Dropout, or set dropout to 0; make other draws depend on the sample, "
-              "not on the rank (pitfall D3)",
-    "buffers": "reduce or broadcast the model's buffers, and update averages of the weights on every rank",
-    "metric": "unless a metric should cover only one process's samples, reduce sums and counts over all ranks, with "
-              "each sample once, before you divide and print (pitfall D2)",
-    "unknown": "no known pattern; compare what the two programs do in this step"}
+CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
+UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
+
+
+def remedy(cause):
+    pitfall = CAUSES[cause]["pitfall"]
+    return CAUSES[cause]["remedy"] + f" (pitfall {pitfall})" * bool(pitfall)
 
 
 class Difference:
@@ -63,11 +31,13 @@ class Difference:
         sizes = [{state["size"] for state in states} for states in (self.left, self.right)]
         if len(self.ours) != len(self.theirs) and sizes[0] != sizes[1]:
             self.theirs = self.ours  # context parallelism: each input of the model is only a part of a sample
-        self.split = (len(self.left), self.left[0]["batches"]) != (len(self.right), self.right[0]["batches"])
-        one, two = [sum(state["loss"] for state in states) for states in (self.left, self.right)]
-        means = [one / len(self.left), two / len(self.right)]
-        self.losses = next((pair for pair in ([one, means[1]], [means[0], two])  # ranks may have parts of one sum
-                            if math.isclose(*pair)), means)
+        layouts = [(len(states), len(states[0]["batches"])) for states in (self.left, self.right)]
+        self.split = layouts[0] != layouts[1]
+        self.parallel = self.right if layouts[1] > layouts[0] else self.left  # the states of the run with more parts
+        one, two = [sum(map(loss_of, states)) for states in (self.left, self.right)]
+        self.means = [one / len(self.left), two / len(self.right)]
+        sums = [one, self.means[1]], [self.means[0], two]  # ranks may have parts of a sum
+        self.losses = next((pair for pair in sums if math.isclose(*pair)), self.means)
         self.flags = {flag for state in self.left + self.right for flag in state["flags"]}
 
     @cached_property
@@ -75,14 +45,14 @@ class Difference:
         """All gradients of B divided by those of A, or None if the quotients differ."""
         one, two = max(self.pairs, key=lambda pair: pair[0].grad[0])
         factor = two.grad[0] / (one.grad[0] or math.nan)
-        bound = min(1e-6, 1e-3 * abs(factor - 1))
+        bound = min(EQUAL, 1e-3 * abs(factor - 1))
         if self.column == "grad" and factor > 0 and worst(multiply(self.pairs, factor), "grad")[0] < bound:
             return factor
         return None
 
     @cached_property
-    def seen(self):
-        return "equal samples" if self.ours and self.theirs else "the samples were not seen, so they may differ"
+    def other_losses(self):
+        return self.column == "grad" and not math.isclose(*self.losses, rel_tol=1e-9)
 
     def explain(self):
         """Return the likely cause, and the evidence for it."""
@@ -92,12 +62,16 @@ class Difference:
         raise AssertionError("the last rule always holds")
 
 
+def loss_of(state):
+    return sum(state["losses"])
+
+
 def read_once(run, step, count):
     """Return a step's samples, sorted. Count ranks with equal samples once if this leaves exactly `count` samples.
 
     In tensor and pipeline parallelism, each rank of a group reads all samples of the group.
     """
-    states, _, samples = run.at(step)
+    states, samples = run.states(step), run.samples(step)
     once = sorted(sum({str(state["samples"]): state["samples"] for state in states}.values(), []))
     return once if len(once) == count else samples
 
@@ -106,55 +80,54 @@ def multiply(pairs, factor):
     return [(one._replace(grad=[factor * value for value in one.grad]), two) for one, two in pairs]
 
 
-def start(it):
-    return it.column == "start" and f"{it.a.label} and {it.b.label} start with different weights"
+def start(diff):
+    return diff.column == "start" and f"{diff.a.label} and {diff.b.label} start with different weights"
 
 
-def batch_size(it):
-    if it.ours and it.theirs and len(it.ours) != len(it.theirs) and not it.factor:
-        return f"the step reads {len(it.ours)} samples in {it.a.label}, {len(it.theirs)} in {it.b.label}"
-    return None
+def batch_size(diff):
+    if diff.ours and diff.theirs and len(diff.ours) != len(diff.theirs) and not diff.factor:
+        return f"the step reads {len(diff.ours)} samples in {diff.a.label}, {len(diff.theirs)} in {diff.b.label}"
 
 
-def learning_rate(it):
-    if it.column != "rate":
+def learning_rate(diff):
+    if diff.column != "rate":
         return None
-    one, two = next(pair for pair in it.pairs if pair[0].rate != pair[1].rate)
-    ratio, since = two.rate[0] / (one.rate[0] or math.nan), "" if it.step == 0 else ", after equal earlier rates"
-    later = [pair for step in range(it.step, min(it.a.length, it.b.length))
-             for pair in zip(it.a.at(step)[0][0]["rows"], it.b.at(step)[0][0]["rows"]) if pair[0].name == one.name]
-    if later and all(math.isclose(y.rate[0], ratio * x.rate[0], rel_tol=1e-6) for x, y in later):
+    one, two = next(pair for pair in diff.pairs if pair[0].rate != pair[1].rate)
+    ratio, since = two.rate[0] / (one.rate[0] or math.nan), "" if diff.step == 0 else ", after equal earlier rates"
+    rates = [[row.rate[0] for step in range(min(diff.a.length, diff.b.length)) for row in run.at(step)[0][0]["rows"]
+              if row.name == one.name] for run in (diff.a, diff.b)]
+    later = [*zip(*[found[diff.step:] for found in rates])]
+    if later and all(math.isclose(y, ratio * x, rel_tol=EQUAL) for x, y in later):
         since += f", {ratio:.6g} times as high in all {len(later)} steps from here on"
-    slow, fast = [[row.rate[0] / max(one.rate + two.rate) for state in next(iter(run.ranks.values()))
-                   for row in state["rows"] if row.name == one.name] for run in (it.a, it.b)]
-    paces = [(pace, run.label) for pace in range(2, 9) for run, long, short in ((it.b, slow, fast), (it.a, fast, slow))
+    slow, fast = [[rate / max(one.rate + two.rate) for rate in found] for found in rates]
+    orders = (diff.b, slow, fast), (diff.a, fast, slow)
+    paces = [(pace, run.label) for pace in range(2, 9) for run, long, short in orders
              if len({*short}) > 2 and len(long) > 2 * pace and equal(short[:len(long[::pace])], long[::pace])]
     since += f"; the schedule of {paces[0][1]} runs {paces[0][0]} times as fast" if paces else ""
-    return f"the rate is {one.rate[0]:g} in {it.a.label} and {two.rate[0]:g} in {it.b.label}{since}"
+    return f"the rate is {one.rate[0]:g} in {diff.a.label} and {two.rate[0]:g} in {diff.b.label}{since}"
 
 
-def optimizer(it):
-    if it.column != "value":
+def optimizer(diff):
+    if diff.column != "value":
         return None
-    one, two = ({*states[0]["settings"]} for states in (it.left, it.right))
+    one, two = ({*states[0]["settings"]} for states in (diff.left, diff.right))
     lines = sorted(line.strip() for line in one ^ two if "lr:" not in line)
     return f"equal gradients, but different updates{': ' * bool(lines)}{', '.join(lines)}"
 
 
-def evaluation(it):
-    resting = [max(state["resting"] for state in states) for states in (it.left, it.right)]
+def evaluation(diff):
+    resting = [max(state["resting"] for state in states) for states in (diff.left, diff.right)]
     if resting[0] != resting[1]:
-        return f"{resting[0]} layers of {it.a.label} are in evaluation mode, {resting[1]} of {it.b.label}"
-    return None
+        return f"{resting[0]} layers of {diff.a.label} are in evaluation mode, {resting[1]} of {diff.b.label}"
 
 
-def clip(it):
-    plain = it.factor and Fraction(it.factor).limit_denominator(16)
-    if it.factor and (plain == 1 or abs(it.factor - plain) > 1e-6) and math.isclose(*it.losses):
-        return f"all gradients of {it.b.label} are {it.factor:.9g} times those of {it.a.label}, after equal losses"
-    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (it.left, it.right)]
-    whole = it.factor and min(abs(max(it.factor, 1 / it.factor) - n) for n in range(2, 65)) < 1e-4
-    return (not whole or math.isclose(*norms, rel_tol=1e-6)) and clipped(it.a, it.b, it.left, it.right)
+def clip(diff):
+    plain = diff.factor and Fraction(diff.factor).limit_denominator(16)
+    if diff.factor and (plain == 1 or abs(diff.factor - plain) > EQUAL) and math.isclose(*diff.losses):
+        return f"{times(diff, diff.factor)}, after equal losses"
+    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (diff.left, diff.right)]
+    whole = diff.factor and min(abs(max(diff.factor, 1 / diff.factor) - n) for n in range(2, 65)) < 1e-4
+    return (not whole or math.isclose(*norms, rel_tol=EQUAL)) and clipped(diff.a, diff.b, diff.left, diff.right)
 
 
 def clipped(a, b, left, right):
@@ -163,61 +136,88 @@ def clipped(a, b, left, right):
     if len(left[0]) != len(right[0]):
         return f"{a.label} clips {len(left[0])} time(s) in this step, {b.label} {len(right[0])}"
     for one, two in [*zip(left[0], left[-1]), *zip(right[0], right[-1])]:
-        if not math.isclose(one[0], two[0], rel_tol=1e-6):
+        if not math.isclose(one[0], two[0], rel_tol=EQUAL):
             return f"two ranks clip different norms, {one[0]:.4g} and {two[0]:.4g}"
     for one, two in zip(left[0], right[0]):
         scaled = max(one[0], two[0]) > 100 * min(one[0], two[0])
         if one[1] != two[1] or scaled:
             return (f"{a.label} clips a norm of {one[0]:.4g} to {one[1]:g}, {b.label} {two[0]:.4g} to {two[1]:g}"
                     + ", which is still scaled (pitfall P6)" * scaled)
-    return None
 
 
-def scale(it):
-    if not it.factor:
+def whole_loss(diff):
+    """Each rank computes the loss of the whole batch, from gathered values, but gets only a part of its gradient."""
+    less = diff.factor and (diff.factor < 1) == (diff.parallel is diff.right)
+    losses = [loss_of(state) for state in diff.left + diff.right]
+    if less and len(diff.parallel) > 1 and lost(diff) and all(math.isclose(loss, losses[0]) for loss in losses):
+        return f"{times(diff, diff.factor)}, though each rank has the whole loss, {losses[0]:.9g}{lost(diff)}"
+
+
+def times(diff, factor):
+    return f"the gradients of {diff.b.label} are {factor:.9g} times those of {diff.a.label}"
+
+
+def scale(diff):
+    if not diff.factor:
         return None
-    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (it.left, it.right)]
-    factor = norms[1] / norms[0] if all(norms) else it.factor
-    layout = f"{len(it.right)} rank(s) and {it.right[0]['batches']} micro-batch(es)"
-    return f"the gradients of {it.b.label} are {factor:.6g} times those of {it.a.label}; {it.b.label} has {layout}"
+    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (diff.left, diff.right)]
+    factor = norms[1] / norms[0] if all(norms) else diff.factor
+    layout = f"{len(diff.right)} rank(s) and {len(diff.right[0]['batches'])} micro-batch(es)"
+    less = (factor < 1) == (diff.parallel is diff.right) and math.isclose(*diff.means)
+    why = ", after equal losses: a sum is divided twice, or a part of the gradient is lost" if less else ""
+    return f"{times(diff, factor)}{why}{lost(diff) if less else ''}; {diff.b.label} has {layout}"
 
 
-def no_gradient(it):
-    """Some gradients are zero in one run only."""
-    if it.column != "grad" or it.factor:
+def lost(diff):
+    """Return which collectives without a backward pass were given a tensor that needs a gradient."""
+    found = sorted({place for state in diff.left + diff.right for place in state["lost"]})
+    return f"; no gradient passes through {', '.join(found)}" if found else ""
+
+
+def no_gradient(diff):
+    """Some gradients are zero in one run only. A gradient at the level of rounding errors counts as zero, too."""
+    if diff.column != "grad" or diff.factor:
         return None
-    for run, number in ((it.b, 1), (it.a, 0)):
-        without = [pair[0].name for pair in it.pairs if not pair[number].grad[0] and pair[1 - number].grad[0]]
+    noise = NOISE * math.hypot(*[max(one.grad[0], two.grad[0]) for one, two in diff.pairs])
+    for run, number in ((diff.b, 1), (diff.a, 0)):
+        without = [pair[number] for pair in diff.pairs if not pair[number].grad[0] and pair[1 - number].grad[0] > noise]
         if without:
-            return f"{len(without)} parameter(s) get no gradient in {run.label}, such as {without[0]}"
-    return None
+            how = ("grad is None", "autograd does not reach it", "autograd computes zero")[without[0].reach]
+            return (f"{len(without)} parameter(s) get no gradient in {run.label}, such as {without[0].name}: {how}"
+                    + lost(diff))
 
 
-def group_scale(it):
+def stale(diff):
+    """In one run only, gradients are not zero before the first backward pass of the step."""
+    left, right = ({name for state in states for name in state["stale"]} for states in (diff.left, diff.right))
+    for run, found, other in ((diff.b, right, left), (diff.a, left, right)):
+        if found and not other:
+            return f"before the step's first backward pass, {run.label} still has gradients that {min(found)} left"
+
+
+def group_scale(diff):
     """Some gradients differ by one common factor, and the others are equal."""
-    if it.column != "grad" or it.factor:
+    if diff.column != "grad" or diff.factor:
         return None
-    moved = [pair for pair in it.pairs if worst([pair], "grad")[0] > 1e-6]
+    moved = [pair for pair in diff.pairs if worst([pair], "grad")[0] > EQUAL]
     factor = moved[0][1].grad[0] / (moved[0][0].grad[0] or math.nan) if moved else 0
-    if 0 < len(moved) < len(it.pairs) and factor > 0 and worst(multiply(moved, factor), "grad")[0] < 1e-6:
-        return (f"{len(moved)} of {len(it.pairs)} gradients of {it.b.label} are {factor:.6g} times those of "
-                f"{it.a.label}, such as that of {moved[0][0].name}; the others are equal")
-    return None
+    if 0 < len(moved) < len(diff.pairs) and factor > 0 and worst(multiply(moved, factor), "grad")[0] < EQUAL:
+        return (f"{len(moved)} of {len(diff.pairs)} gradients of {diff.b.label} are {factor:.6g} times those of "
+                f"{diff.a.label}, such as that of {moved[0][0].name}; the others are equal")
 
 
-def set_epoch(it):
-    if not it.ours or not it.theirs or equal(it.ours, it.theirs):
+def set_epoch(diff):
+    if not diff.ours or not diff.theirs or equal(diff.ours, diff.theirs):
         return None
-    for run, mine, other in ((it.b, it.theirs, it.a), (it.a, it.ours, it.b)):
-        for again in {*range(min(it.a.length, it.b.length))} - {it.step}:
+    for run, mine, other in ((diff.b, diff.theirs, diff.a), (diff.a, diff.ours, diff.b)):
+        for again in {*range(min(diff.a.length, diff.b.length))} - {diff.step}:
             if equal(read_once(run, again, len(mine)), mine) and \
-                    not equal(other.at(again)[2], other.at(it.step)[2]):
-                fact = f"{run.label} reads the same samples in steps {it.step + 1} and {again + 1}"
+                    not equal(other.samples(again), other.samples(diff.step)):
+                fact = f"{run.label} reads the same samples in steps {diff.step + 1} and {again + 1}"
                 one, two = sampler(run), sampler(other)
                 if one != two and "set_epoch" in two:  # as when Lightning replaces a sampler that does not shuffle
                     fact += f" ({one}), {other.label} shuffles ({two})"
                 return fact if "set_epoch" in one else ("samples", fact)
-    return None
 
 
 def sampler(run):
@@ -225,18 +225,19 @@ def sampler(run):
                 "")
 
 
-def samples(it):
-    if not it.ours or not it.theirs or equal(it.ours, it.theirs):
+def samples(diff):
+    if not diff.ours or not diff.theirs or equal(diff.ours, diff.theirs):
         return None
-    if any(equal(sorted(states[0]["samples"]), sorted(state["samples"])) for states, mine in (
-            (it.left, it.ours), (it.right, it.theirs)) for state in states[1:] if len(state["samples"]) < len(mine)):
-        return "every rank reads the same samples"
-    steps = range(min(it.a.length, it.b.length))
-    one, two = [Counter(f"{value:.6g}" for step in steps for value in run.at(step)[2]) for run in (it.a, it.b)]
-    labels = [[sorted(label for state in run.at(step)[0] for label in state["labels"]) for step in steps]
-              for run in (it.a, it.b)]
-    common = len({f"{value:.6g}" for value in it.ours} & {f"{value:.6g}" for value in it.theirs})
-    fact = f"{common} of the step's {len(it.ours)} samples are in both runs"
+    for states, mine in ((diff.left, diff.ours), (diff.right, diff.theirs)):
+        if any(equal(sorted(states[0]["samples"]), sorted(state["samples"])) for state in states[1:]
+               if len(state["samples"]) < len(mine)):
+            return "every rank reads the same samples"
+    steps = range(min(diff.a.length, diff.b.length))
+    one, two = [Counter(f"{value:.6g}" for step in steps for value in run.samples(step)) for run in (diff.a, diff.b)]
+    labels = [[sorted(label for state in run.states(step) for label in state["labels"]) for step in steps]
+              for run in (diff.a, diff.b)]
+    common = len({f"{value:.6g}" for value in diff.ours} & {f"{value:.6g}" for value in diff.theirs})
+    fact = f"{common} of the step's {len(diff.ours)} samples are in both runs"
     if one == two:
         return f"{fact}; all steps together read the same samples, in a different order"
     if any(map(any, labels[0])) and all(map(equal, *labels)):
@@ -244,64 +245,110 @@ def samples(it):
     return fact + ", and the other steps have none in common: the values may differ, too" * (not one & two)
 
 
-def no_backward(it):
+def no_backward(diff):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
-    if it.ours and it.theirs and len(it.left) != len(it.right) and math.isclose(*it.losses, rel_tol=1e-9):
-        return f"equal samples and equal mean losses, {it.losses[0]:.9g}, but different gradients"
-    return None
+    if diff.ours and diff.theirs and len(diff.left) != len(diff.right) and math.isclose(*diff.losses, rel_tol=1e-9):
+        fact = f"equal samples and equal mean losses, {diff.losses[0]:.9g}, but different gradients"
+        return fact + lost(diff) if lost(diff) else UNSURE + fact
 
 
-def old_weight(it):
+def old_weight(diff):
     """A rank computes with the old value of a weight that the optimizer of another rank has since changed."""
-    for run, states in ((it.a, it.left), (it.b, it.right)):
-        new = {f"weight {row.name}": row.value for row in run.at(it.step - 1)[1]} if it.step else {}
+    for run, states in ((diff.a, diff.left), (diff.b, diff.right)):
+        new = {f"weight {row.name}": row.value for row in run.at(diff.step - 1)[1]} if diff.step else {}
         for rank, state in zip(run.ranks, states):
             for name, _, digest in state["unoptimized"]:
-                if name in new and gap(digest, new[name]) > 1e-6:
+                if name in new and gap(digest, new[name]) > EQUAL:
                     return f"rank {rank} of {run.label} uses a different {name} than the rank that updated it"
-    return None
 
 
-def buffers(it):
+def buffers(diff):
     """A buffer, or another tensor that the model holds, differs, so the losses differ, too."""
-    for run, states in ((it.a, it.left), (it.b, it.right)):
+    for run, states in ((diff.a, diff.left), (diff.b, diff.right)):
         for rank, state in zip(run.ranks, states):
-            found = apart(it.left[0]["unoptimized"], state["unoptimized"], 1e-6, ("buffer", "average", "other"))
-            if found and not math.isclose(*it.losses):
-                return f"{found[0]} on rank {rank} of {run.label} differs from that on rank 0 of {it.a.label}"
-    return None
+            found = apart(diff.left[0]["unoptimized"], state["unoptimized"], EQUAL, ("buffer", "average", "other"))
+            if found and not math.isclose(*diff.losses):
+                return f"{found[0]} on rank {rank} of {run.label} differs from that on rank 0 of {diff.a.label}"
 
 
-def forward(it):
+def forward(diff):
     """All ranks compute with the whole batch, and they have equal losses or parts of the model."""
-    for run, states in ((it.a, it.left), (it.b, it.right)):
+    for run, states in ((diff.a, diff.left), (diff.b, diff.right)):
         alone = all(equal(state["samples"], states[0]["samples"]) for state in states)
-        losses = [state["loss"] for state in states]
+        losses = [*map(loss_of, states)]
         whole = run.cut == len(losses) or math.isclose(min(losses), max(losses))
-        if len(losses) > 1 and alone and whole and not math.isclose(*it.losses):
-            return f"each rank of {run.label} computes the whole loss; {mean_losses(it)}"
-    return None
+        if len(losses) > 1 and alone and whole and not math.isclose(*diff.losses):
+            return f"each rank of {run.label} computes the whole loss; {mean_losses(diff)}"
 
 
-def uneven_mean(it):
-    ratio = max(map(abs, it.losses)) / (min(map(abs, it.losses)) or 1e-300)
-    if it.split and not math.isclose(*it.losses, rel_tol=1e-9) and ratio < 100:  # a larger ratio means a scaled loss
-        return mean_losses(it)
-    return None
+def reweighted(diff):
+    """Weighting the losses of ranks and micro-batches by their counts gives the other run's loss."""
+    sides = (diff.b, diff.right, diff.means[0]), (diff.a, diff.left, diff.means[1])
+    for run, states, target in sides if diff.other_losses else ():
+        losses, counts, factors = parts_of_mean(states)
+        for weights in (weights for weights in counts if min(weights) != max(weights)):
+            mean = sum(x * y for x, y in zip(weights, losses)) / (sum(weights) or math.nan)
+            if any(math.isclose(factor * mean, target, rel_tol=EQUAL) for factor in factors):
+                return (f"{mean_losses(diff)}; the {len(weights)} losses of {run.label}, weighted by the counts "
+                        f"{', '.join(f'{value:g}' for value in weights[:8])}, give the other run's loss")
 
 
-def mean_losses(it):
-    return f"{it.seen}; mean loss {it.losses[0]:.9g} in {it.a.label}, {it.losses[1]:.9g} in {it.b.label}"
+def parts_of_mean(states):
+    """Return the losses of all ranks and micro-batches, lists of counts that they may be divided by, and factors.
+
+    The program may also have divided the losses by the factors: the numbers of ranks, of micro-batches, or of both.
+    """
+    losses = [loss for state in states for loss in state["losses"]]
+    counts = [found for state in states for found in state["counts"]]
+    if all(len(state["losses"]) == len(state["batches"]) for state in states):
+        batches = [sum(batch[1], []) for state in states for batch in state["batches"]]
+        counts = [[*one, *two] for one, two in zip(counts, batches)] if counts else batches
+    parts = [len(states), max(len(state["losses"]) for state in states)]
+    return losses, [*zip(*counts)] if len({*map(len, counts)}) == 1 else [], {1, *parts, math.prod(parts)}
 
 
+def uneven_mean(diff):
+    """The parts have different counts of elements or labels, and the other run's loss is between those of the parts."""
+    sides = (diff.right, diff.means[0]), (diff.left, diff.means[1])
+    for states, target in sides if diff.split and diff.other_losses else ():
+        losses, counts, factors = parts_of_mean(states)
+        between = any(min(losses) * n < target < max(losses) * n for n in factors if losses)
+        if between and any(min(weights) != max(weights) for place, weights in enumerate(counts) if place % 4 != 3):
+            return (f"{UNSURE}{mean_losses(diff)}; counts, such as those of labels, differ between the ranks or "
+                    "micro-batches")
+
+
+def loss(diff):
+    return diff.other_losses and f"{UNSURE}{mean_losses(diff)}{lost(diff)}"
+
+
+def mean_losses(diff):
+    seen = "equal samples" if diff.ours and diff.theirs else "the samples were not seen, so they may differ"
+    return f"{seen}; mean loss {diff.losses[0]:.9g} in {diff.a.label}, {diff.losses[1]:.9g} in {diff.b.label}"
+
+
+def flagged(flag, diff):
+    return flag in diff.flags and mean_losses(diff)
+
+
+# The first rule that holds names the cause, so a rule stands before all rules whose condition its cause also meets:
 RULES = [
+    # what precedes the gradients: each of these changes all that follows
     ("start", start), ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
-    ("evaluation", evaluation), ("optimizer", old_weight), ("clip", clip), ("scale", scale),
-    ("no-gradient", no_gradient), ("group-scale", group_scale), ("set-epoch", set_epoch), ("samples", samples),
-    ("reset", lambda it: "reset" in it.b.flags ^ it.a.flags and "gradients are zero before a later micro-batch"),
-    ("batchnorm", lambda it: it.split and "batchnorm" in it.flags and mean_losses(it)), ("no-backward", no_backward),
-    ("buffers", buffers), ("random", lambda it: "random" in it.flags and mean_losses(it)), ("forward", forward),
-    ("uneven-mean", uneven_mean), ("evaluation", lambda it: "evaluated" in it.flags and mean_losses(it)),
+    ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale),
+    # gradients that are proportional or zero: other samples or losses cannot make them so
+    ("clip", clip), ("no-backward", whole_loss), ("scale", scale), ("no-gradient", no_gradient),
+    ("group-scale", group_scale),
+    # other samples: all that is computed from them differs
+    ("set-epoch", set_epoch), ("samples", samples),
+    # from here on, the samples are equal, or they were not seen
+    ("reset", lambda diff: "reset" in diff.b.flags ^ diff.a.flags and "gradients are zero before a later micro-batch"),
+    ("batchnorm", lambda diff: diff.split and flagged("batchnorm", diff)), ("no-backward", no_backward),
+    ("buffers", buffers), ("uneven-mean", reweighted), ("random", lambda diff: flagged("random", diff)),
+    ("forward", forward),
+    # fallbacks: they hold for most differences of the loss, so the answer says "not sure"
+    ("uneven-mean", uneven_mean),
+    ("evaluation", lambda diff: flagged("evaluated", diff) and UNSURE + mean_losses(diff)), ("loss", loss),
     ("unknown", mean_losses)]
 
 
@@ -328,7 +375,6 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 elif column == "grad" and proportional([pair for pair in pairs if worst([pair], column)[0] > limit]):
                     cause, what = "clip", "gradients, proportional to each other"
                 return cause, f"ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
-    return None
 
 
 def unmatched(rows, others, pairs):
@@ -362,49 +408,96 @@ def parts_of(states, rows):
     if len(rows) != len(states[0]["rows"]):
         rows = [next((row for row in rows if row[:2] == own[:2]), own) for own in states[0]["rows"]]
     found, groups = [], [*zip(rows, *[state["rows"] for state in states])]
-    noise = 1e-6 * max(part.grad[0] for _, *parts in groups for part in parts)
-    moved = [any(gap(parts[0].grad, part.grad, noise) > 1e-6 for part in parts) for _, *parts in groups]
-    _, factor = max(((parts[0].grad[0], parts[0].grad[0] / (whole.grad[0] or math.nan))  # by which clipping scales
-                     for (whole, *parts), differs in zip(groups, moved) if not differs and parts[0].grad[0] > noise),
-                    default=(0, 1))
-    for (whole, *parts), differs in zip(groups, moved):
-        if differs:
-            sums = [sum(part.grad[k] for part in parts) for k in (1, 2)]
-            found.append(equal(sums, whole.grad[1:]) or equal(sums, [factor * value for value in whole.grad[1:]]))
+    noise = NOISE * max(part.grad[0] for _, *parts in groups for part in parts)
+    factors = [max(((whole.grad[0], parts[rank].grad[0] / whole.grad[0]) for whole, *parts in groups  # of clipping
+                    if whole.grad[0] > noise and worst(multiply([(whole, parts[rank])], parts[rank].grad[0]
+                                                                / whole.grad[0]), "grad")[0] < EQUAL),
+                   default=(0, 1))[1] or 1 for rank in range(len(states))]
+    for whole, *parts in groups:
+        if any(gap(parts[0].grad, part.grad, noise) > EQUAL for part in parts):
+            size = max(part.grad[0] for part in parts)
+            totals = [[size, *[sum(part.grad[k] / by for part, by in zip(parts, divisors)) for k in (1, 2)]]
+                      for divisors in (factors, [1] * len(parts))]
+            found.append(min(gap(total, [size, *whole.grad[1:]]) for total in totals) < EQUAL)
     return any(found)
 
 
 def proportional(pairs):
     """Return whether several gradients, not just one, differ by one common factor."""
     factor = pairs[0][1].grad[0] / (pairs[0][0].grad[0] or math.nan)
-    return len(pairs) > 1 and worst(multiply(pairs, factor), "grad")[0] < 1e-6
+    return len(pairs) > 1 and worst(multiply(pairs, factor), "grad")[0] < EQUAL
 
 
-def first_module(a, b, step):
-    """Return the first module whose outputs differ in a step, "" if none differs, or None if this is not known.
+def trace(report, a, b):
+    """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
+    step, cause = report["step"] - 1, report["cause"]
+    value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
+    fact, said = "", f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
+    if value:
+        kind, module, place = value
+        before = {0: "", 1: ": look before the model", 2: ", though the outputs before it agree"}[place]
+        fact = f"the {kind} of {module} differs{before if 'input' in kind else ''}"
+    given = [site for site in draws if ", module " not in site and "(torch." not in site]
+    if given and given == draws and cause in ("random", "uneven-mean", "loss", "unknown"):
+        cause, fact = "samples", fact or "the program draws other random numbers for this step"  # not in the model
+    elif cause in ("uneven-mean", "loss", "unknown") and value:
+        cause = ("forward", "samples", "loss")[value[2] if "input" in value[0] else 0]
+    elif cause == "samples":
+        fact = ""
+    elif value == ():
+        part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
+        fact = f"the outputs of all modules agree, so the {part} differs"
+    changed = {"cause": cause, "message": f"{fact}: {remedy(cause)}{said}"} if cause != report["cause"] else {
+        "message": report["message"] + f"\n{fact}" * bool(fact) + said}
+    return {**report, **changed}
 
-    Both runs must have recorded the outputs. Outputs are equal if their sums over ranks and micro-batches are equal, or
-    if each rank has all outputs. Outputs whose widths differ between the runs are slices, and are not compared.
+
+def first_value(a, b, step):
+    """Return (kind, module, place) of the first input or output that differs in a step, () if none does, else None.
+
+    Both runs must have recorded them. Two values are equal if their sums over ranks and micro-batches are equal, or if
+    each rank has the whole value. Values whose widths or sizes differ are slices or padded, and are not compared.
+    `place` is 0 inside a model, 1 for the first models, 2 for a model or loss that follows the output of another one.
     """
     if min(a.length, b.length) <= step:
         return None
-    left, right = ([state["outputs"] for state in run.at(step)[0]] for run in (a, b))
-    ours, theirs = sums(left), sums(right)
-    alone = [sums([outputs]) for outputs in (left[0], right[0])]
-    shared = [name for name in alone[0] if name in theirs]  # in the order of the forward pass
-    for name in shared:
-        pairs = [(ours[name], theirs[name]), (alone[0][name], alone[1].get(name, [])),
-                 (ours[name], alone[1].get(name, []))]
-        pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]  # different sizes mean different padding
-        if pairs and not any(equal(*pair) for pair in pairs):
-            return name[0]
-    return "" if shared else None
+    left, right = ([sums(state["passed"], 4) for state in run.at(step)[0]] for run in (a, b))
+    place, shared = 1, [key for key in left[0] if key in right[0]]
+    for kind, name, outermost, width in shared:  # in the order of the forward pass
+        shifted = "integers" in kind and place * outermost == 1  # an index into the batch depends on the split
+        if not shifted and all_differ(left, right, (kind, name, outermost, width)):
+            return kind, name, place * outermost
+        place = 2 if outermost and "output" in kind else place
+    return () if shared else None
 
 
-def sums(outputs):
-    """Return {(module, width): the three numbers of its outputs, each summed over ranks and micro-batches}."""
+def draws_that_differ(a, b, step):
+    """Return where the program of B, or else that of A, drew random numbers that the other one did not draw.
+
+    A site is a line of the program, with the library and the module. Sites are compared by the sums of their numbers.
+    """
+    left, right = ([sums(state["sites"], 1) for state in run.at(step)[0]] for run in (a, b))
+    for mine, others in ((right, left), (left, right)):
+        found = [site for site in mine[0] if all(
+            all_differ([{site: sites.get(other, [])} for sites in others], mine, site) for other in others[0])]
+        if found:
+            return [label for (label,) in found]
+    return []
+
+
+def all_differ(left, right, key):
+    """Return whether a value differs: summed over all ranks, on rank 0, and between the sum and rank 0."""
+    ours, theirs = ([*map(sum, zip(*[sums[key] for sums in run if sums.get(key)]))] for run in (left, right))
+    one, two = left[0].get(key, []), right[0].get(key, [])
+    pairs = [(ours, theirs), (one, two), (ours, two), (one, theirs)]
+    pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]
+    return bool(pairs or not key[1:]) and not any(equal(*pair) for pair in pairs)
+
+
+def sums(items, length):
+    """Return {the first `length` values of an item: the sums of its other values over all items}."""
     found = {}
-    for name, width, *numbers in (item for items in outputs for item in items):
-        key = (name, *width)
-        found[key] = [x + y for x, y in zip(found.get(key, [0, 0, 0]), numbers)]
+    for item in items:
+        key, numbers = tuple(item[:length]), item[length:]
+        found[key] = [x + y for x, y in zip(found.get(key, [0] * len(numbers)), numbers)]
     return found

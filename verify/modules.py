@@ -1,7 +1,9 @@
-"""Find the modules of a program: the names of parameters, and the tensors that no optimizer changes."""
+"""Watch the modules of a program: their names, inputs and outputs, and the tensors that no optimizer changes."""
 import gc
 
 import torch
+
+from .digests import wave
 
 
 class Modules:
@@ -9,6 +11,7 @@ class Modules:
 
     def __init__(self):
         self.names, self.leaves, self.replicas = {}, [], False  # names: {id(module): name}
+        self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
     def find(self, parameters, optimized):
@@ -21,7 +24,10 @@ class Modules:
         for module in modules:
             for name, item in module.named_parameters():
                 names[id(item)] = max(names.get(id(item), ""), plain(name), key=len)
-        self.names = {id(part): plain(name) for module in outermost for name, part in module.named_modules() if name}
+        self.names = {id(part): plain(f"{name}.")[:-1] for module in outermost for name, part in module.named_modules()}
+        wrappers = {id(item) for item in modules if any(not self.names[id(part)] for part in item.children())}
+        self.names = {id(item): self.names[id(item)] or type(item).__name__ for item in modules
+                      if id(item) not in wrappers}
         self.leaves = [module for module in modules if not module._modules]
         self.replicas = any(isinstance(module, torch.nn.parallel.DistributedDataParallel)
                             and module.process_group.size() == torch.distributed.get_world_size()
@@ -40,6 +46,20 @@ class Modules:
         self.unoptimized = sorted(((name, item) for name, item in found.values() if item.is_floating_point()
                                    and item.numel() and not item.is_meta), key=lambda pair: pair[0])
         return [names.get(id(item), "parameter") for item in parameters]
+
+
+    def passes(self, kind, module, value, outermost):
+        """Note the sums of a module's inputs or outputs over all elements; they add up over ranks and micro-batches."""
+        tensors = tensors_of(value) if id(module) in self.names else []
+        for real in (True, False):
+            if found := [item for item in tensors if item.is_floating_point() == real]:
+                with torch.no_grad():  # a plane wave along the last axis, but only the sum of integers
+                    flat = [item.double().reshape(-1, item.shape[-1] if real and item.ndim > 1 else 1)
+                            for item in found]
+                    waves = [(item @ wave(item.shape[1], item.device).real).sum() for item in flat]
+                    self.passed.append([kind, self.names[id(module)], outermost, flat[0].shape[1],
+                                        sum(item.numel() for item in flat),
+                                        float(sum(item.square().sum() for item in flat)), float(sum(waves))])
 
 
 def plain(name):

@@ -1,9 +1,10 @@
 """The recorder, which runs inside the programs that are compared and needs only torch.
 
 The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
-of training data has delivered its last batch), "end" (the program has ended) or "failed". A step has one row for each
-parameter: name, shape, initial digest, learning rate, and digests of its gradient and its new value. `unoptimized`
-lists the tensors that no optimizer changes: buffers, and averages of the weights.
+of training data has delivered its last batch), "end" (the program has ended) or "failed". An optimizer's first step
+follows "parameters": name, shape, initial digest and Part of each one. A step follows "rows", which are long: learning
+rate, digests of the gradient and of the new value, and REACHED for each parameter; and `unoptimized`: the tensors that
+no optimizer changes, which are buffers and averages of the weights.
 """
 import functools
 import json
@@ -14,10 +15,18 @@ import time
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .digests import dense, digest, find_parts, marks, wave
+from . import precision
+from .digests import dense, digest, find_parts, marks
 from .draws import Draws
 from .modules import Modules, tensors_of
-from .samples import Samples
+from .samples import Samples, counts_of
+
+COLLECTIVES = ("all_reduce all_gather all_gather_into_tensor all_to_all all_to_all_single broadcast gather reduce "
+               "reduce_scatter reduce_scatter_tensor scatter").split()
+CRITERIA = ("binary_cross_entropy binary_cross_entropy_with_logits cross_entropy kl_div l1_loss mse_loss nll_loss "
+            "smooth_l1_loss").split()
+MISSING, UNREACHED, REACHED = range(3)  # a gradient that is None; that autograd has not reached in this step; others
+PROBES = 4  # how many of an optimizer's parameters to compare before its step, too: the smallest ones
 
 
 class Recorder:
@@ -38,14 +47,14 @@ class Recorder:
             os.register_at_fork(after_in_child=self.forget)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
+        loaders = torch.utils.data.dataloader._BaseDataLoaderIter
         patches = [(self.backward, torch.autograd, "backward"), (self.autocast, torch.autocast, "__enter__"),
-                   (self.deliver, torch.utils.data.dataloader._BaseDataLoaderIter, "__next__"),
+                   (self.deliver, loaders, "__next__"), (self.index, loaders, "_next_index"),
                    (self.clip, torch.nn.utils, "clip_grad_norm_", "clip_grad_value_"),
-                   (self.call, torch.nn.Module, "__call__")]
-        if not native:
-            torch.set_default_dtype(torch.float64)
-            patches += [(self.cast, torch.Tensor, "float", "bfloat16", "half"), (self.widen, torch, "tensor"),
-                        (self.widen, torch.Tensor, "to", "type"), (self.widen, torch.nn.functional, "softmax")]
+                   (self.criterion, torch.nn.functional, *CRITERIA),
+                   (self.add_group, torch.optim.Optimizer, "add_param_group"), (self.call, torch.nn.Module, "__call__"),
+                   (self.collective, torch.distributed, *COLLECTIVES * torch.distributed.is_available())]
+        patches += [] if native else precision.patches(lambda: self.outer)
         for around, owner, *names in patches:
             for name in names:
                 setattr(owner, name, self.wrap(getattr(owner, name), around))
@@ -53,33 +62,21 @@ class Recorder:
     def wrap(self, function, around):
         return functools.wraps(function)(lambda *args, **more: around(function, *args, **more))
 
-    def cast(self, function, tensor, **more):
-        """Cast to float64 instead of float32, except in GradScaler; in an optimizer's step, also instead of 16 bits."""
-        scaler = sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
-        narrow = scaler if function.__name__ == "float" else not self.outer
-        return function(tensor, **more) if narrow else tensor.double(**more)
-
-    def widen(self, function, *args, **more):
-        """Call a function with float64 instead of float32; in an optimizer's step, also instead of 16 bits."""
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        if function.__name__ == "tensor" and caller.startswith("torch.distributed."):
-            return function(*args, **more)  # torch 2.11's pipelines receive it in torch.zeros(..., dtype=float32)
-        narrow = (torch.float32, torch.bfloat16, torch.float16)[:3 if self.outer else 1]
-        wide = {id(dtype): torch.float64 for dtype in narrow}
-        more = {name: wide.get(id(value), value) for name, value in more.items()}
-        return function(*[wide.get(id(value), value) for value in args], **more)
-
     def forget(self):
         """Reset all state, as in a new process."""
         self.file, self.count, self.outer, self.depth, self.parameters = None, 0, None, 0, []
-        self.tables, self.optimized = {}, set()
+        self.tables, self.optimized, self.hooked, self.reached, self.stale = {}, set(), set(), set(), {}
         self.draws, self.modules, self.samples = Draws(), Modules(), Samples(self.write)
+        self.last = self.loss = None  # the last optimizer that has stepped; the last loss
         self.clear()
 
     def clear(self):
-        self.losses, self.clips, self.flags, self.begun = [], [], set(), False
-        self.samples.batches, self.samples.evaluated, self.draws.sites = [], False, []
-        self.outputs = []  # in step `outputs_at`: [name, width, size, squared norm, wave] of each module's output
+        self.losses, self.clips, self.flags, self.begun, self.backwards = [], [], set(), False, 0
+        self.samples.batches, self.samples.evaluated, self.draws.sites, self.modules.passed = [], False, [], []
+        self.counted, self.counts = [], []  # of the targets of losses: since the last backward pass; of each pass
+        self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
+        if self.count == self.outputs_at - 1:
+            self.draws.show()
 
     def write(self, event, **values):
         if not self.file:
@@ -121,27 +118,58 @@ class Recorder:
         self.clips.append([0.0 if norm is None else float(dense(norm)), float(bound)])
         return norm
 
-    def backward(self, function, tensors, *args, **more):
+    def add_group(self, function, optimizer, group):
+        function(optimizer, group)
+        for item in optimizer.param_groups[-1]["params"]:
+            if item.is_leaf and item.requires_grad and id(item) not in self.hooked:
+                self.hooked.add(id(item))
+                item.register_post_accumulate_grad_hook(lambda tensor: self.reached.add(id(tensor)))
+
+    def collective(self, function, *args, **more):
+        """Note a collective that takes a tensor that needs a gradient, except in an autograd.Function."""
+        if not backward_runs() and any(item.requires_grad and not item.is_leaf and id(item) != self.loss
+                                       for item in tensors_of((args, more))):
+            frame = above = sys._getframe(2)
+            while above and not isinstance(next(iter(above.f_locals.values()), None), torch._C._FunctionBase):
+                above = above.f_back
+            name = f"{function.__name__} in {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            self.lost += [name] * (not above and name not in self.lost)
+        return function(*args, **more)
+
+    def criterion(self, function, *args, **more):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not backward_runs():
+            self.counted += counts_of(tensors_of((args, more))[1:2])
+        return function(*args, **more)
+
+    def backward(self, function, tensors, grads=None, *args, **more):
         if backward_runs():  # activation checkpointing calls backward inside another backward
-            return function(tensors, *args, **more)
+            return function(tensors, grads, *args, **more)
         for loss in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            if isinstance(loss, torch.Tensor):  # in a pipeline, only the last stage has a loss
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # others are a pipeline's activations
+                self.loss = id(loss)
                 self.losses.append(dense(loss).sum())
+                self.counts.append(sum(self.counted, []))
+                self.counted = []
                 self.flags.add(str(loss.dtype))
         self.flags |= {"random"} if self.draws.drawn() else set()
-        grads = [item.grad for item in self.parameters if item.grad is not None]
-        if self.samples.batches and self.parameters and not any(grad.any() for grad in grads):
+        self.backwards += 1
+        if self.backwards == 1 or self.stale:
+            held = {id(item): self.last for optimizer in self.tables for group in optimizer.param_groups
+                    for item in group["params"] if nonzero(item.grad)}
+            self.stale = held if self.backwards == 1 else {key: self.stale[key] for key in {*held} & {*self.stale}}
+        if self.samples.batches and self.parameters and not any(nonzero(item.grad) for item in self.parameters):
             self.flags.add("reset")  # gradients were set to zero before a later micro-batch
         self.begin()
         self.samples.backward()
-        return function(tensors, *args, **more)
+        return function(tensors, grads, *args, **more)
+
+    def index(self, function, iterator):
+        return self.samples.index(function, iterator)
 
     def deliver(self, function, iterator):
         batch = self.samples.deliver(function, iterator, self.native)
         if torch.is_grad_enabled():
             self.draws.note()
-            if self.count == self.outputs_at - 1:
-                self.draws.show()
             if id(iterator._dataset) in self.samples.trained:
                 self.begin()
         return batch
@@ -162,9 +190,10 @@ class Recorder:
             module.eval()
         shown = self.count == self.outputs_at - 1 and training
         if shown:
-            self.draws.show()
-            if not self.modules.names:
-                self.modules.find((), self.optimized)  # before the first step of an optimizer
+            if id(module) not in self.modules.names:
+                self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
+            outermost = not any(self.draws.inside)  # a wrapper such as DDP has no name
+            self.modules.passes("input", module, (args, more), outermost)
         self.depth += 1
         self.draws.inside.append(self.modules.names.get(id(module)))
         try:
@@ -172,8 +201,8 @@ class Recorder:
         finally:
             self.depth -= 1
             del self.draws.inside[-1:]
-        if shown and id(module) in self.modules.names:
-            self.outputs += sums_of(self.modules.names[id(module)], output)
+        if shown:
+            self.modules.passes("output", module, output, outermost)
         return output
 
     def before_step(self, optimizer, args, more):
@@ -190,12 +219,22 @@ class Recorder:
         key = [id(item) for item in self.parameters]
         if self.tables.get(optimizer, [None])[0] != key:
             self.tables[optimizer] = key, *self.tabulate(self.modules.find(self.parameters, self.optimized))
-        self.before = self.unoptimized()
+        self.before = self.unoptimized(), self.probe()
+        self.reach = [MISSING if item.grad is None else UNREACHED if id(item) in self.hooked - self.reached else REACHED
+                      for item in self.parameters]
         closure = len(args) > 1 or more.get("closure")
         scale = getattr(optimizer, "grad_scale", None)  # the fused kernel unscales inside the step
         self.grads = None if closure else digest(
             [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters],
             self.tables[optimizer][2])
+
+    def probe(self):
+        """Return the digests of some parameters, which show whether ranks that train apart have met again."""
+        _, names, _ = self.tables[self.outer]
+        dense = [number for number, item in enumerate(self.parameters) if not hasattr(item, "full_tensor")]
+        small = sorted(dense, key=lambda number: self.parameters[number].numel())[:PROBES]
+        return [[*names[number][:2], found]
+                for number, found in zip(small, digest([self.parameters[number] for number in small]))]
 
     def tabulate(self, names):
         """Return a list of each parameter's (name, shape of the whole tensor, digest), and the list of Parts."""
@@ -209,32 +248,40 @@ class Recorder:
         if self.rank == 0:
             with open(f"{self.folder}/marks", "a") as file:
                 file.writelines(f"{json.dumps(row)}\n" for row in marked)
-        return list(zip(names, shapes, digest(self.parameters, parts))), parts
+        table = list(zip(names, shapes, digest(self.parameters, parts)))
+        self.write("parameters", rows=[[*row, part and [hash(part.places), len(part.places) / part.total]]
+                                       for row, part in zip(table, parts)])
+        return table, parts
 
     def after_step(self, optimizer, args, more):
         if optimizer is not self.outer:
             return
-        self.outer = None
         norms, exact = torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm
         self.flags |= {"batchnorm" for item in self.modules.leaves
                        if item.training and isinstance(item, norms) and not isinstance(item, exact)}
         self.flags |= {"evaluated"} if self.samples.evaluated else set()
-        _, table, parts = self.tables[optimizer]
+        keys, _, parts = self.tables[optimizer]
         grads = self.grads or digest([item.grad for item in self.parameters], parts)
-        table = zip(table, self.rates, grads, digest(self.parameters, parts), [
-            part and [hash(part.places), len(part.places) / part.total] for part in parts])
+        before, probes = self.before
         self.flags |= {str(item.dtype) for item in self.parameters}
-        samples = sum(self.samples.batches, [])
-        self.write("step", rows=[[*row, *more] for row, *more in table], samples=[value for value, *_ in samples],
+        number = [*self.tables].index(optimizer)
+        self.write("rows", rows=[*zip(self.rates, grads, digest(self.parameters, parts), self.reach)],
+                   unoptimized=before, passed=self.modules.passed, sites=self.draws.sites)
+        samples = [sample for *_, found in self.samples.batches for sample in found]
+        self.write("step", optimizer=number, batches=[[loader, counts, [value for value, *_ in found]]
+                                                      for loader, counts, found in self.samples.batches],
                    labels=[label for _, label, _ in samples],
                    size=0 if self.samples.trained else max((size for *_, size in samples), default=0),
-                   sites=self.draws.sites, batches=len(self.samples.batches), loss=sum(map(float, self.losses)),
-                   clips=self.clips, flags=[*self.flags], settings=str(optimizer).splitlines(),
-                   resting=sum(not item.training for item in self.modules.leaves),
-                   unoptimized=self.before, outputs=self.outputs, replicas=self.modules.replicas)
+                   losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
+                   lost=self.lost,
+                   stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
+                   settings=str(optimizer).splitlines(), replicas=self.modules.replicas, before=probes,
+                   after=self.probe(), resting=sum(not item.training for item in self.modules.leaves))
+        self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)
+        self.reached -= {*keys}
+        self.outer, self.count = None, self.count + 1
         self.clear()
         self.draws.note()
-        self.count += 1
         if self.count == self.steps:
             open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
             while os.path.isdir(self.folder):  # other ranks may need this rank: wait until verify kills all ranks
@@ -246,13 +293,11 @@ def backward_runs():
     return torch._C._current_graph_task_id() >= 0
 
 
-def sums_of(name, output):
-    """Return [[name, width, size, squared norm, wave]] of a module's output; the last three add up over ranks."""
-    with torch.no_grad():
-        found = [value for value in tensors_of(output) if value.is_floating_point()]
-        if not found:
-            return []
-        flat = [value.double().reshape(-1, value.shape[-1] if value.ndim > 1 else 1) for value in found]
-        waves = [(value @ wave(value.shape[1], value.device).real).sum() for value in flat]
-        return [[name, found[0].shape[-1:], sum(value.numel() for value in flat),
-                 float(sum(value.square().sum() for value in flat)), float(sum(waves))]]
+def nonzero(grad):
+    """Return whether a gradient has any value but zero."""
+    if grad is None or grad.numel() == 0:
+        return False
+    grad = grad.detach()
+    grad = grad.to_local() if hasattr(grad, "to_local") else grad
+    grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+    return bool(grad.reshape(-1)[:64].any() or grad.any())  # most often, a few values tell

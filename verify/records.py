@@ -1,8 +1,16 @@
 """What the ranks of one command recorded, and how the parameters of two commands correspond."""
 import json
 import math
+import statistics
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+EQUAL = 1e-6  # two digests are equal up to this relative difference
+NOISE = 1e-6  # a smaller fraction of the norm of all tensors is rounding error
+REACHED = 2  # as in recording.py
+TWINS = 64  # so many tensors with equal initial values are candidates for one tensor
+CACHED = 4  # so many steps are in memory with their rows; they are compared in order
 
 
 class Row(NamedTuple):
@@ -15,66 +23,157 @@ class Row(NamedTuple):
     grad: list  # digest
     value: list  # digest after the step
     part: list = None  # if the tensor is split over ranks: an ID of this part, and its share of the tensor
+    reach: int = REACHED  # whether autograd has reached it in this step
 
 
 class Run:
-    """The records of one command: for each rank, its steps and all its events, in order."""
+    """The records of one command: for each rank, its steps and all its events, in order.
+
+    The rows of a step stay in the files until at() reads them, so memory does not grow with the size of the model.
+    """
 
     def __init__(self, label, events):
         """`events` has a pair for each process that wrote a file: its rank, and the list of its events."""
-        self.label, self.ranks, self.events, self.doubled = label, {}, {}, False
+        self.label, self.ranks, self.events, self.doubled, self.cache = label, {}, {}, False, {}
         self.cut = 1  # the greatest number of parts of one tensor
         for rank, found in sorted(events, key=lambda pair: pair[0]):
             self.doubled |= rank in self.ranks
             self.events[rank] = found
-            self.ranks[rank] = [{**event, "rows": [Row(*row) for row in event["rows"]]}
-                                for event in found if event["event"] == "step"]
+            self.ranks[rank] = in_step([event for event in found if event["event"] == "step"])
         self.length = min(map(len, self.ranks.values()), default=0)
         self.flags = {flag for steps in self.ranks.values() for step in steps for flag in step["flags"]}
 
     @classmethod
     def read(cls, folder, label):
-        return cls(label, [(int(path.name.split("-")[0]), [json.loads(line) for line in path.read_text().splitlines()
-                                                           if line.endswith("}")])  # complete lines
-                           for path in Path(folder).glob("*.jsonl")])
+        return cls(label, [(int(path.name.split("-")[0]), read_events(path)) for path in Path(folder).glob("*.jsonl")])
+
+    def states(self, number):
+        """Return each rank's record of a step, without rows."""
+        return [steps[number] for steps in self.ranks.values()]
+
+    def samples(self, number):
+        """Return a sorted list of the samples of all ranks in a step."""
+        return sorted(sample for state in self.states(number) for sample in state["samples"])
 
     def at(self, number):
         """Return each rank's record of a step, the distinct rows of all ranks, and a sorted list of all samples."""
-        states = [steps[number] for steps in self.ranks.values()]
-        rows, first = {}, [row[:3] for row in states[0]["rows"]]
-        for state in states:  # on several ranks, equal rows are one parameter; on one rank, they are several
-            seen, copy = [], [row[:3] for row in state["rows"]] == first
-            for row in state["rows"]:
-                key = str(row[1:3]), seen.count(str(row[1:3]))
-                seen.append(key[0])
-                while not copy and key in rows and gap(rows[key].grad, row.grad) > 1e-6:
-                    key = *key, "of another stage"
-                rows.setdefault(key, row)
-        return states, list(rows.values()), sorted(sample for state in states for sample in state["samples"])
+        if number not in self.cache:
+            states = [load(state) for state in self.states(number)]
+            self.join(states)
+            self.cache = {key: self.cache[key] for key in [*self.cache][1 - CACHED:]}
+            self.cache[number] = states, distinct(states), self.samples(number)
+        return self.cache[number]
 
     def kinds(self, rank):
         return [event["event"] for event in self.events[rank]]
 
-    def unoptimized(self):
-        """Return rank 0's buffers and averages before each step and at the end: lists of [name, shape, digest]."""
-        events = next(iter(self.events.values()))
-        return [event["unoptimized"] for event in events if event["event"] in ("step", "end")]
+    def unoptimized(self, rank):
+        """Yield a rank's buffers and averages before each step and at the end: lists of [name, shape, digest]."""
+        yield from (load(event)["unoptimized"] for event in self.events[rank] if event["event"] in ("step", "end"))
 
-    def join(self):
+    def trains_apart(self):
+        """Return for how many steps the ranks train apart, and the steps before which their weights are equal again.
+
+        This is so in local SGD. The number is 0 if they are never apart, and infinite if they never meet again, or if
+        they only take over the weights of rank 0.
+        """
+        longest, met, since, left = 0, [], {}, {}  # by optimizer: since how many steps, and rank 0's weights before
+        for number in range(self.length):
+            states = self.states(number)
+            key = states[0].get("optimizer")
+            if since.get(key) and together(states, "before"):
+                copied = same_probes(states[0]["before"], left[key])
+                longest = max(longest, math.inf if copied else since[key])
+                met.append(number)
+                since[key] = 0
+            if not together(states, "after"):
+                since[key] = since.get(key, 0) + 1
+            elif since.get(key):  # within its step, as by an optimizer that averages
+                longest, since[key] = max(longest, since[key]), 0
+            left[key] = states[0].get("after")
+        return longest or (math.inf if any(since.values()) else 0), met
+
+    def join(self, states):
         """Replace each tensor's parts, which several ranks hold, with the whole tensor."""
-        for states in zip(*self.ranks.values()):
-            found = {}  # the replicas of each part of each tensor
-            for rows in (state["rows"] for state in states):
-                for place, row in enumerate(rows):
-                    if row.part:
-                        parts = found.setdefault((row.name, str(row.shape)), {})
-                        parts.setdefault(row.part[0], []).append((rows, place))
-            self.cut = max([self.cut, *map(len, found.values())])
-            for block in (block for parts in found.values() for block in zip(*parts.values())):
-                slices = [rows[place] for rows, place in block]
-                if math.isclose(sum(row.part[1] for row in slices), 1):
-                    for rows, place in block:
-                        rows[place] = joined(slices)
+        found = {}  # the replicas of each part of each tensor
+        for rows in (state["rows"] for state in states):
+            for place, row in enumerate(rows):
+                if row.part:
+                    parts = found.setdefault((row.name, str(row.shape)), {})
+                    parts.setdefault(row.part[0], []).append((rows, place))
+        self.cut = max([self.cut, *map(len, found.values())])
+        for block in (block for parts in found.values() for block in zip(*parts.values())):
+            slices = [rows[place] for rows, place in block]
+            if math.isclose(sum(row.part[1] for row in slices), 1):
+                for rows, place in block:
+                    rows[place] = joined(slices)
+
+
+def read_events(path):
+    """Return the events of a file; a step knows where its rows and the table of its parameters are."""
+    events, table, at = [], {}, 0
+    with open(path, "rb") as file:
+        for line in file:
+            if line.endswith(b"}\n"):  # else, the program was killed while it wrote this line
+                if line.startswith(b'{"event": "rows"'):
+                    place = at
+                else:
+                    event = json.loads(line)
+                    if event["event"] == "parameters":
+                        table = event["rows"]
+                    events.append(event | {"file": path, "place": place, "table": table}
+                                  if event["event"] == "step" else event)
+            at += len(line)
+    return events
+
+
+def load(state):
+    """Return the record of a step with its rows, which are lists of Row."""
+    if "place" in state:
+        with open(state["file"], "rb") as file:
+            file.seek(state["place"])
+            state = {**json.loads(file.readline()), **state}
+        state["rows"] = [[*fixed[:3], *moving[:3], fixed[3], moving[3]]
+                         for fixed, moving in zip(state["table"], state["rows"])]
+    return {**state, "rows": [Row(*row) for row in state.get("rows", ())]}
+
+
+def in_step(steps):
+    """Return the steps of a rank. If its loader reads a batch ahead, move each batch to the step that trains on it."""
+    counts = [len(step["batches"]) for step in steps[1:]]
+    usual, ahead = statistics.mode(counts or [0]), []
+    shifted = usual and len(steps[0]["batches"]) == usual + 1
+    for step in steps:
+        batches = [*ahead, *step["batches"]]
+        ahead = batches[usual:] if shifted else []
+        step["batches"] = batches[:usual] if shifted else batches
+        step["samples"] = [sample for _, _, samples in step["batches"] for sample in samples]
+    return steps
+
+
+def distinct(states):
+    """Return the rows of all ranks. On several ranks, equal rows are one parameter; on one rank, they are several."""
+    rows, first = {}, [row[:3] for row in states[0]["rows"]]
+    for state in states:
+        seen, copy = Counter(), [row[:3] for row in state["rows"]] == first
+        for row in state["rows"]:
+            look = str(row[1:3])
+            key = look, seen[look]
+            seen[look] += 1
+            while not copy and key in rows and gap(rows[key].grad, row.grad) > EQUAL:
+                key = *key, "of another stage"
+            rows.setdefault(key, row)
+    return list(rows.values())
+
+
+def together(states, when):
+    """Return whether some parameters, the same ones on each rank, are equal on all ranks before or after a step."""
+    return all(same_probes(states[0].get(when), state.get(when)) for state in states)
+
+
+def same_probes(ours, theirs):
+    return ours == theirs or bool(ours and theirs) and all(
+        one[:2] == two[:2] and gap(one[2], two[2]) < EQUAL for one, two in zip(ours, theirs))
 
 
 def joined(slices):
@@ -84,11 +183,12 @@ def joined(slices):
 
     row = slices[0]
     return Row(row.name, row.shape, join([part.start for part in slices]), row.rate,
-               join([part.grad for part in slices]), join([part.value for part in slices]))
+               join([part.grad for part in slices]), join([part.value for part in slices]), reach=row.reach)
 
 
 def equal(left, right):
-    return len(left) == len(right) and all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(left, right))
+    pairs = zip(left, right)
+    return len(left) == len(right) and all(math.isclose(x, y, rel_tol=EQUAL, abs_tol=EQUAL) for x, y in pairs)
 
 
 def match(left, right):
@@ -96,18 +196,25 @@ def match(left, right):
     named = {str(row[:2]): row for row in right}
     if len(named) == len(left) == len(right) and {str(row[:2]) for row in left} == set(named):
         return [(row, named[str(row[:2])]) for row in left]
-    pairs, rest = [], list(right)
-    for row in left:
-        alike = [other for other in rest if row[1] == other[1] and equal(row[2], other[2])]
+    pairs, used, places = [], set(), {}
+    for place, row in enumerate(right):
+        places.setdefault((str(row.shape), f"{row.start[0]:.4g}"), []).append(place)
+    for number, row in enumerate(left):
+        size, margin = row.start[0], 2 * EQUAL * max(1, row.start[0])
+        keys = {(str(row.shape), f"{edge:.4g}") for edge in (size - margin, size + margin)}
+        alike = [place for key in keys for place in places.get(key, ())
+                 if place not in used and equal(row.start, right[place].start)]
+        alike = sorted(alike, key=lambda place: abs(place - number))[:TWINS]
         if alike:  # several constant tensors, such as norms, may match: take the nearest gradient
-            pairs.append((row, min(alike, key=lambda other: gap(row.grad, other.grad))))
-            rest = [other for other in rest if other is not pairs[-1][1]]
-    if rest and [row[1] for row in left] == [row[1] for row in right]:
+            nearest = min(alike, key=lambda place: gap(row.grad, right[place].grad))
+            used.add(nearest)
+            pairs.append((row, right[nearest]))
+    if len(pairs) < len(right) and [row[1] for row in left] == [row[1] for row in right]:
         return list(zip(left, right))
     return pairs
 
 
-def worst(pairs, column, floor=1e-6):
+def worst(pairs, column, floor=NOISE):
     """Return the greatest relative difference in `column` between A and B over all pairs, and the parameter's name."""
     pairs = [(one.name, getattr(one, column), getattr(two, column)) for one, two in pairs]
     least = floor * math.hypot(*[one[0] for _, one, _ in pairs]) + 1e-300  # anything smaller is rounding error

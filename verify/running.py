@@ -1,4 +1,5 @@
 """Run a command so that its processes record their steps, and kill all processes that it started."""
+import collections
 import os
 import re
 import shlex
@@ -29,6 +30,7 @@ path = [folder for folder in sys.path if folder != os.path.dirname(__file__)]
 if spec := importlib.machinery.PathFinder.find_spec("sitecustomize", path):  # the program's own sitecustomize
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
+LONGEST, TAIL = 10_000, 10_000  # characters of a line, and lines at the end of the output, that are read
 LAST = 15  # how many lines of a failed command's output to show if it has no traceback
 
 
@@ -61,7 +63,7 @@ def record(command, folder, timeout, **options):
             stop(process, folder)
     if code == 0:
         return None
-    text = own_error(printed(folder))
+    text = own_error("".join(collections.deque(printed(folder), TAIL)))
     if code is not None:
         return Failure(f"exit code {code}", text)
     quiet = time.time() - max((path.stat().st_mtime for path in folder.glob("*.jsonl")), default=0.0)
@@ -71,8 +73,10 @@ def record(command, folder, timeout, **options):
 
 
 def printed(folder):
-    path = Path(folder, "output")
-    return path.read_text(errors="replace") if path.exists() else ""
+    """Yield the lines that a command has printed, cut to LONGEST characters."""
+    with open(Path(folder, "output"), errors="replace") as file:
+        while line := file.readline(LONGEST):
+            yield line
 
 
 def own_error(text):

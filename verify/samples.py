@@ -1,4 +1,5 @@
 """Watch what a program reads: the samples that its DataLoaders deliver or, without one, the inputs of its models."""
+import dataclasses
 import weakref
 
 import torch
@@ -6,11 +7,23 @@ import torch
 from .digests import wave
 
 
+@dataclasses.dataclass
+class Loader:
+    number: int
+    sampler: object
+    dataset: object
+    iterator: object = None  # weak reference to that of the epoch that has begun
+    last: int = 0  # the last index
+    descents: int = 0  # how often an index was less than the one before it
+
+
 class Samples:
     """The samples read since the last optimizer step."""
 
     def __init__(self, write):
-        self.write, self.batches, self.evaluated = write, [], False
+        self.write, self.evaluated = write, False
+        self.batches = []  # [(number of the loader, counts, samples)]; with a loader, 0 is the first one
+        self.loaders = {}  # ID of a loader's sampler: Loader
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.inputs = []  # inputs of the outermost modules since the last backward pass
         self.trained = set()  # IDs of the datasets whose batches were followed by a backward pass
@@ -31,13 +44,7 @@ class Samples:
             batch = torch.utils._pytree.tree_map(visit, function(iterator))
         except StopIteration:
             self.evaluated |= bool(self.pending.pop(iterator, None))  # batches with no backward pass
-            if id(iterator._dataset) in self.trained and torch.is_grad_enabled():
-                sampler = getattr(iterator, "_index_sampler", None)
-                for name in ("batch_sampler", "sampler"):  # accelerate wraps the sampler in another sampler
-                    sampler = getattr(sampler, name, sampler)
-                settable = ", which has set_epoch" * any(hasattr(x, "set_epoch") for x in (sampler, iterator._dataset))
-                self.write("epoch", shuffled=bool(getattr(sampler, "shuffle", False)),
-                           sampler=type(sampler).__name__ + settable)
+            self.end_epoch(self.loader(iterator))
             raise
         except Exception:
             self.write("failed")
@@ -47,8 +54,36 @@ class Samples:
             return batch
         if isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (list, tuple)) for part in batch):
             tensors = []  # collate_fn did not stack the samples, so a tensor's length is not the number of samples
-        self.pending.setdefault(iterator, []).append(samples_of(tensors))
+        loader = self.loader(iterator)
+        if not loader.iterator or loader.iterator() is not iterator:
+            self.end_epoch(loader)  # the program has left the last one before its end
+            loader.iterator = weakref.ref(iterator)
+        self.pending.setdefault(iterator, []).append((loader.number, counts_of(tensors), samples_of(tensors)))
         return batch
+
+    def loader(self, iterator):
+        sampler = getattr(iterator, "_index_sampler", iterator._dataset)
+        return self.loaders.setdefault(id(sampler), Loader(len(self.loaders), sampler, iterator._dataset))
+
+    def index(self, function, iterator):
+        """Count how often a loader's next index is not greater: never in the order of the dataset."""
+        indices, loader = function(iterator), self.loader(iterator)
+        for index in indices if isinstance(indices, (list, tuple)) else [indices]:
+            if isinstance(index, int):
+                loader.descents, loader.last = loader.descents + (index < loader.last), index
+        return indices
+
+    def end_epoch(self, loader):
+        sampler = loader.sampler
+        for name in ("batch_sampler", "sampler"):  # accelerate wraps the sampler in another sampler
+            sampler = getattr(sampler, name, sampler)
+        settable = any(hasattr(item, "set_epoch") for item in (sampler, loader.dataset))
+        stream = settable and isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        shuffled = getattr(loader.dataset if stream else sampler, "shuffle", stream or loader.descents > 1)
+        if loader.iterator and id(loader.dataset) in self.trained and torch.is_grad_enabled():
+            self.write("epoch", shuffled=bool(shuffled), loader=loader.number,
+                       sampler=type(sampler).__name__ + ", which has set_epoch" * settable)
+        loader.iterator, loader.last, loader.descents = None, 0, 0
 
     def backward(self):
         """Count all batches since the last backward pass as read in this step."""
@@ -56,8 +91,26 @@ class Samples:
             self.trained.add(id(iterator._dataset))
             self.batches += batches
             batches.clear()
-        self.batches += [] if self.trained else map(samples_of, self.inputs)
+        self.batches += [] if self.trained else [(0, counts_of(item), samples_of(item)) for item in self.inputs]
         self.inputs.clear()
+
+
+def counts_of(tensors):
+    """Return, for each tensor, numbers that a loss may be divided by: elements, labels, tokens or masked values, sum.
+
+    Labels are what is not -100, tokens what is not 0. Without the first token of each row, they count a second time,
+    for models that predict the next token.
+    """
+    found = []
+    for item in tensors:
+        if item.numel() > 1e6:
+            found.append([item.numel()] * 4)  # such as images: too slow to look at
+            continue
+        for part in (item, item[:, 1:]) if item.ndim == 2 else (item,):
+            mask = part.ndim > 1 and (not part.is_floating_point() or bool(((part == 0) | (part == 1)).all()))
+            found.append([part.numel(), int((part != -100).sum()),
+                          int((part != 0).sum()) if mask else part.numel(), float(part.sum())])
+    return found
 
 
 def samples_of(tensors):

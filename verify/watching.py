@@ -2,14 +2,8 @@
 import math
 
 from .comparing import LIMITS
-from .explaining import REMEDIES, ranks_differ
-from .records import Run, equal, worst
-
-ALONE = {
-    "never-moves": "check its learning rate, and look for code that restores its old value",
-    "not-optimized": "after the last change to the model, create the optimizer from the model's parameters; check "
-                     "that the loss is not constant",
-    "not-finite": "lower the learning rate, clip the gradients, or look for a division by zero in the loss"}
+from .explaining import ranks_differ, remedy
+from .records import EQUAL, NOISE, REACHED, Run, equal, gap, worst
 
 
 def watch(folder, failure=None):
@@ -23,8 +17,7 @@ def watch(folder, failure=None):
     findings = [rule(run, LIMITS["16 bits" if sixteen else "own"]) for rule in (
         replicas, one_share, new_order, moving, finite, steps_agree)]
     for cause, evidence, step in filter(None, findings):
-        report["findings"].append({"cause": cause, "step": step,
-                                   "message": f"{evidence}: {(REMEDIES | ALONE)[cause]}"})
+        report["findings"].append({"cause": cause, "step": step, "message": f"{evidence}: {remedy(cause)}"})
     if failure and not report["findings"]:
         return {**report, "verdict": "not comparable", "message": f"the command failed: {failure}"}
     return {**report, "verdict": "unsound" if report["findings"] else "sound"}
@@ -34,11 +27,12 @@ def replicas(run, limits):
     """Check that parameters that start equal on all ranks have equal rates, gradients and values in each step.
 
     If DDP spans all ranks, all parameters must start equal. Otherwise, parameters that differ may be parts of tensors.
+    Ranks that train apart and meet again, as in local SGD, pass.
     """
     first = run.at(0)[0]
     alike = [all(row[:2] == rows[0][:2] for row in rows) for rows in zip(*[state["rows"] for state in first])]
-    if not all(alike) or len({len(state["rows"]) for state in first}) > 1:
-        return None  # stages of a pipeline
+    if not all(alike) or len({len(state["rows"]) for state in first}) > 1 or 0 < run.trains_apart()[0] < math.inf:
+        return None  # stages of a pipeline, or local updates
     together = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low
                 for rows in zip(*[state["rows"] for state in first])]
     telling = [rows[0].start[0] > 0 for rows in zip(*[state["rows"] for state in first])]  # zeros are equal anyway
@@ -48,75 +42,93 @@ def replicas(run, limits):
     split = {number for number, kept in enumerate(map(min, together, telling)) if not kept and not all(together)}
     for step in range(run.length):
         # correct replicas are bit-identical
-        if found := ranks_differ(run, step, ("rate", "grad", "value"), 1e-6, skipped=split):
+        if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split):
             cause, evidence, step, name, difference = found
             return cause, f"{evidence}; {name} differs by {difference:.1e}", step + 1
-    return None
 
 
 def epochs(run):
-    """Return {rank: [(the samples of an epoch in reading order, whether the sampler shuffles), ...]}."""
+    """Return {rank: {loader: [(the samples of an epoch in reading order, whether the order is shuffled), ...]}}.
+
+    The last epoch of a loader may be cut short.
+    """
     found = {}
     for rank, events in run.events.items():
-        found[rank], mine = [], []
+        found[rank], mine = {}, {}
         for event in events:
-            mine += event["samples"] if event["event"] == "step" else []
+            for loader, _, samples in event["batches"] if event["event"] == "step" else ():
+                mine.setdefault(loader, []).extend(samples)
             if event["event"] == "epoch":
-                found[rank].append((mine, event["shuffled"]))
-                mine = []
+                found[rank].setdefault(event["loader"], []).append((mine.pop(event["loader"], []), event["shuffled"]))
+        for loader, samples in mine.items():
+            found[rank].setdefault(loader, []).append((samples, False))
     return found
 
 
 def one_share(run, limits):
-    """If DDP spans all ranks, check that ranks 0 and 1 do not read the same samples in an epoch, except padding."""
-    states = run.at(0)[0]
-    if len(states) < 2 or not states[0]["replicas"]:
-        return None
-    whole = zip(*epochs(run).values()) if all(epochs(run).values()) else [[(state["samples"], 0) for state in states]]
-    for number, shares in enumerate(whole, 1):
-        seen = [{f"{value:.9g}" for value in mine} for mine, _ in shares]
-        twice = len(seen[0] & seen[1])  # padding, or a sampler that draws with replacement, also repeats samples
-        if len(seen[0]) > 0.9 * len(shares[0][0]) and twice > max(len(seen), 0.6 * len(seen[0])):
-            return "samples", f"ranks 0 and 1 both read {twice} of rank 0's {len(seen[0])} samples in epoch {number}", 1
-    return None
+    """Check for each loader that no two ranks whose gradients are reduced together read the same samples in an epoch.
+
+    Reduced together are all ranks if DDP spans them and, without DDP, ranks with equal weights, and with equal inputs
+    and outputs of all modules in the first step: others may divide the sequence or the layers of the same samples.
+    """
+    states, read = run.at(0)[0], epochs(run)
+    for one in sorted(run.ranks):
+        for two in (rank for rank in sorted(run.ranks) if rank > one):
+            ours, theirs = (states[sorted(run.ranks).index(rank)] for rank in (one, two))
+            passed = ours["passed"], theirs["passed"]
+            same = passed[0] and all(equal(x[4:], y[4:]) for x, y in zip(*passed)) and len({*map(len, passed)}) == 1
+            same = same and len(ours["rows"]) == len(theirs["rows"]) and all(
+                gap(x.start, y.start) < EQUAL for x, y in zip(ours["rows"], theirs["rows"]))
+            for loader in {*read[one]} & {*read[two]} if same or ours["replicas"] else ():
+                for number, shares in enumerate(zip(read[one][loader], read[two][loader]), 1):
+                    seen = [{f"{value:.9g}" for value in mine} for mine, _ in shares]
+                    twice = len(seen[0] & seen[1])  # padding, or a draw with replacement, also repeats samples
+                    whole = len(seen[0]) > 0.9 * len(shares[0][0])
+                    shared = whole and twice > max(len(run.ranks), 0.6 * len(seen[0]))
+                    if shared or same and seen[0] == seen[1] != set():
+                        return "samples", (f"ranks {one} and {two} both read {twice} of rank {one}'s {len(seen[0])} "
+                                           f"samples in epoch {number}"), 1
 
 
 def new_order(run, limits):
-    """Check that a shuffling sampler gives each epoch a different order."""
-    for rank, found in epochs(run).items():
-        for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
-            if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
-                return "set-epoch", f"rank {rank} reads the same order in epochs {number} and {number + 1}", None
-    return None
+    """Check that no loader that shuffles has the same order in two epochs."""
+    for rank, loaders in epochs(run).items():
+        for found in loaders.values():
+            for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
+                if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
+                    return "set-epoch", f"rank {rank} reads the same order in epochs {number} and {number + 1}", None
 
 
 def moving(run, limits):
-    """In a run of four steps or more, check that each parameter of the optimizers gets a gradient and moves.
+    """In a run of four steps or more, check that autograd reaches each parameter of the optimizers and that each moves.
 
-    A bias before BatchNorm need not move: its gradient is only noise.
+    A gradient that autograd computes may be zero, and a bias before BatchNorm need not move: its gradient is noise.
     """
-    for rank, steps in run.ranks.items() if run.length >= 4 else ():
-        without, resting, total = {}, {}, max(row.grad[0] for step in steps for row in step["rows"])
-        for row in (row for step in steps for row in step["rows"]):
-            key = row.name, str(row.shape)
-            without[key] = without.get(key, True) and row.grad[0] == 0
-            resting[key] = resting.get(key, True) and row.grad[0] > 1e-6 * total and row.value == row.start
-        if all(without.values()):
+    reached, any_gradient, resting = {}, {}, {}
+    total = max((row.grad[0] for step in range(run.length) for row in run.at(step)[1]), default=0)
+    for step in range(run.length if run.length >= 4 else 0):
+        for rank, state in zip(run.ranks, run.at(step)[0]):
+            for row in state["rows"]:
+                key = rank, row.name, str(row.shape)
+                reached[key] = reached.get(key, False) or row.reach == REACHED
+                any_gradient[rank] = any_gradient.get(rank, False) or row.grad[0] != 0
+                resting[key] = resting.get(key, True) and row.grad[0] > NOISE * total and row.value == row.start
+    for rank, found in any_gradient.items():
+        if not found:
             return "not-optimized", f"no parameter in the optimizer of rank {rank} gets a gradient", None
-        for cause, found, what in (("no-gradient", without, "get no gradient"), ("never-moves", resting, "never move")):
-            names = [name for (name, _), rests in found.items() if rests]
+        for cause, names, what in (
+                ("no-gradient", [key[1] for key in reached if key[0] == rank and not reached[key]], "get no gradient"),
+                ("never-moves", [key[1] for key in resting if key[0] == rank and resting[key]], "never move")):
             if names:
                 return cause, f"{len(names)} parameter(s) of rank {rank} {what}, such as {names[0]}", None
-    return None
 
 
 def finite(run, limits):
-    for rank, steps in run.ranks.items():
-        for number, step in enumerate(steps, 1):
-            names = [row.name for row in step["rows"] if not math.isfinite(row.grad[0] + row.value[0])]
+    for number in range(run.length):
+        for rank, state in zip(run.ranks, run.at(number)[0]):
+            names = [row.name for row in state["rows"] if not math.isfinite(row.grad[0] + row.value[0])]
             if names:
-                return "not-finite", f"rank {rank} has NaN or infinity in {names[0]}", number
-    return None
+                return "not-finite", f"rank {rank} has NaN or infinity in {names[0]}", number + 1
 
 
 def steps_agree(run, limits):

@@ -159,7 +159,7 @@ def judge(program, bug):
 def right(row, program):
     """Return whether verify's answer is the expected one: whether the bug is seen, and whether its cause is right."""
     if not row["bug"]:
-        return row["verdict"] == "same", row["verdict"] == "same"
+        return (row["verdict"] in ("same", "alike"),) * 2
     causes = program.bugs[row["bug"]].causes
     seen = row["verdict"] == "different" or "metric" in causes and row["cause"] == "metric"
     return seen, seen and row["cause"] in causes

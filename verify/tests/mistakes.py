@@ -25,7 +25,9 @@ MISTAKES = [
     "16 bits in the step", "rows by hand", "equal rows by hand", "cut by hand", "cut by hand, packed",
     "cut by hand, replicated", "cut by hand, summed again", "parts of a gradient", "detached loss", "one layer doubled",
     "mean without backward", "average on rank 0", "average", "buffer of a share", "gradient flipped", "gradients reset",
-    "batchnorm at rest", "other values", "order of one process", "owned by ranks", "owned by ranks, not sent"]
+    "batchnorm at rest", "other values", "order of one process", "owned by ranks", "owned by ranks, not sent",
+    "average of one epoch", "gradients kept", "labels smoothed", "noise of each rank", "local SGD", "local SGD, copied",
+    "fused", "gathered loss"]
 WAYS = ["well", "keywords", "nan", "by-hand"]
 
 
@@ -82,8 +84,8 @@ def train(mistake, rank, world):
             else:
                 parameter.data = parameter.data.chunk(2, axis)[rank * 2 // world].clone()
         rank, world = 0, 1  # each rank reads whole batches
-    alone = world == 1 or mistake in ("weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks",
-                                      "parts of a gradient", "owned by ranks", "owned by ranks, not sent")
+    alone = world == 1 or "local" in mistake or "owned" in mistake or mistake in (
+        "weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks", "parts of a gradient")
     wrapped = model if alone else DistributedDataParallel(model)
     average = torch.optim.swa_utils.AveragedModel(model) if "average" in mistake else None
     if "buffer" in mistake:
@@ -105,9 +107,12 @@ def train(mistake, rank, world):
     decay = 0.1 if mistake == "weight decay" else 0.0
     owned = [*model.parameters()][rank::world] if "owned" in mistake else model.parameters()  # as ZeRO-1
     optimizer = torch.optim.SGD(owned, 0.2 if mistake == "rate times 2" else 0.1, weight_decay=decay)
+    if "fused" in mistake:
+        optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", 16.0, enabled="fused" in mistake and world > 1)
     if "16 bits" in mistake:
         optimizer = Sixteen(model.parameters(), 0.1, world)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    steps, scheduler = 0, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for epoch in range(1 if mistake == "fewer epochs" else 2):
         if mistake not in ("no set_epoch", "no sampler"):
             sampler.set_epoch(epoch)
@@ -115,9 +120,12 @@ def train(mistake, rank, world):
             loader = (data[torch.randint(48, (8 // world,)) if "equal" in mistake else
                            torch.randint(48, (8,))[rank::world]] for _ in range(6))
         for x, y, weight in loader:
-            model.zero_grad()
+            if mistake != "gradients kept" or world == 1:
+                model.zero_grad()
             if mistake == "functional dropout":
                 x = nn.functional.dropout(x, 0.5)
+            if mistake == "noise of each rank":
+                x = x + torch.randn(x.shape)
             if mistake == "gradients reset":
                 with wrapped.no_sync():
                     nn.functional.cross_entropy(wrapped(x[:2]), y[:2]).backward()
@@ -128,7 +136,14 @@ def train(mistake, rank, world):
                 out = add(nn.functional.linear(model[:2](x), model[2].weight)) + model[2].bias
             else:
                 out = wrapped(x)
-            loss = (nn.functional.cross_entropy(out, y, reduction="none") * weight).sum()
+            if scaler.is_enabled():  # a step that the scaler leaves out, because its gradient is infinite
+                scaler.scale(torch.inf * wrapped(x).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                model.zero_grad()
+                out = wrapped(x)
+            smooth = 0.1 if mistake == "labels smoothed" and world > 1 else 0.0
+            loss = (nn.functional.cross_entropy(out, y, reduction="none", label_smoothing=smooth) * weight).sum()
             total = weight.sum()
             if world > 1 and mistake != "mean over own tokens":
                 dist.all_reduce(total)
@@ -139,11 +154,16 @@ def train(mistake, rank, world):
                 if world > 1:
                     dist.all_reduce(mean)
                 loss = (out - mean / world).square().mean()
+            if mistake == "gathered loss" and world > 1:
+                shares = [torch.empty_like(loss) for _ in range(world)]
+                dist.all_gather(shares, loss)
+                shares[rank] = loss
+                loss = sum(shares) / world
             if mistake == "parts of a gradient":
                 loss = loss / world
             if mistake == "detached loss" and world > 1:
                 loss = loss.detach() + 0 * out.sum()
-            loss.backward()
+            scaler.scale(loss).backward()
             if mistake == "one layer doubled" and world > 1:
                 model[0].weight.grad *= 2
             if mistake == "gradient flipped":
@@ -157,10 +177,19 @@ def train(mistake, rank, world):
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= world
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+            if "local" in mistake and world > 1 and (steps := steps + 1) % 3 == 0:
+                for parameter in model.parameters():
+                    if "copied" in mistake:
+                        dist.broadcast(parameter.data, 0)
+                    else:
+                        dist.all_reduce(parameter.data)
+                        parameter.data /= world
             for number, parameter in enumerate(model.parameters() if mistake == "owned by ranks" else ()):
                 dist.broadcast(parameter.data, number % world)
-            if average and (mistake == "average" or rank == 0):
+            late = mistake == "average of one epoch" and world > 1 and epoch
+            if average and not late and (mistake != "average on rank 0" or rank == 0):
                 average.update_parameters(model)
             if "buffer" in mistake:
                 model.seen += x.sum(0)
@@ -203,7 +232,7 @@ if __name__ == "__main__":
     gc.freeze()
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
-             "batchnorm at rest", "order of one process"}  # same on one process
+             "batchnorm at rest", "order of one process", "fused", "noise of each rank"}  # same on one process
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:
