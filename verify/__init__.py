@@ -2,6 +2,7 @@
 
     python -m verify "python train.py --epochs 2" "torchrun --nproc-per-node=2 train_DDP.py --epochs 2"
     python -m verify --watch "torchrun --nproc-per-node=2 train_DDP.py --epochs 2"
+    python -m verify --resume --fresh runs "torchrun --nproc-per-node=2 train_elastic.py --epochs 2 --resume auto"
 
 Exit code 0 means the same model, 1 different models, and 2 that the runs are not comparable or that the usage is wrong.
 README.md in this folder says what is compared, which causes are named, and what cannot be seen.
@@ -10,7 +11,7 @@ README.md in this folder says what is compared, which causes are named, and what
 float64 and records the `digests.py` of tensors at each optimizer step. It watches the program's `modules.py`, the
 `samples.py` that it reads and the random numbers that it draws (`draws.py`). `comparing.py` finds the first difference
 between the `records.py` of two commands, and `explaining.py` names its likely cause. `watching.py` checks the records
-of a single command.
+of a single command. `resuming.py` kills a command, resumes it, and names what the resumed run has lost.
 """
 from .comparing import compare
 from .running import environment, record

@@ -11,6 +11,7 @@ from pathlib import Path
 from .comparing import compare, refuse
 from .explaining import UNSURE, draws_that_differ, trace
 from .records import Run
+from .resuming import resume
 from .running import printed, record
 from .watching import watch
 
@@ -91,18 +92,38 @@ def show_watch(report, command):
     print(report["verdict"] + f": {report['message']}" * bool(report["message"]))
 
 
+def show_resume(report, command, other):
+    print(f"{command}\n   {report['ranks'][0]} rank(s), {report['steps'][0]} steps, {report['precision']} precision; "
+          f"saved after steps {', '.join(map(str, report['saves'])) or 'none'}")
+    if report["killed"]:
+        print(f"killed after step {report['killed']}, resumed: {other}")
+    if report["resumed"] is not None:
+        print(f"   {report['ranks'][1]} rank(s), from step {report['resumed'] + 1} on, {report['steps'][2]} steps")
+    if report["verdict"] == "different":
+        gap = report["difference"]
+        where = [f"step {report['step']}", report["parameter"], gap and f"by {gap:.1e}"]
+        print(f"different: {', '.join(filter(None, where))}\nlost: {report['cause']}: {report['message']}")
+    else:
+        print("\n".join([f"{report['verdict']}: {report['message']}", *[f"note: {note}" for note in report["notes"]]]))
+
+
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m verify", description="Check whether two commands train the same model, or check one command.",
         epilog="exit code: 0 same or sound, 1 different or unsound, 2 not comparable, 3 alike, too coarse to prove")
     parser.add_argument("commands", nargs="+", metavar="COMMAND", type=shlex.split, help="a command, in quotes")
     parser.add_argument("--watch", action="store_true", help="check one command against rules for any correct run")
+    parser.add_argument("--resume", action="store_true", help="kill the command, resume it, and compare the rest")
+    parser.add_argument("--kill-after", type=int, default=0, metavar="N", help="with --resume: after N optimizer steps")
+    parser.add_argument("--signal", default="KILL", metavar="NAME", help="with --resume: as TERM (default: KILL)")
+    parser.add_argument("--resume-with", type=shlex.split, metavar="COMMAND", help="with --resume: resume with this "
+                        "command, such as one with another number of processes")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="stop after N optimizer steps")
     parser.add_argument("--twice", action="store_true", help="also check that the first command is reproducible")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS",
                         help="time limit for one run (default: 600)")
-    parser.add_argument("--fresh", nargs="+", default=[], type=Path, metavar="PATH", action="extend",
-                        help="delete these outputs of the commands after each run")
+    parser.add_argument("--fresh", default=[], type=Path, metavar="PATH", action="append",
+                        help="delete this output of the commands after each run")
     parser.add_argument("--eval-mode", type=lambda text: text.split(","), default=(), metavar="CLASS,...", help="keep "
                         "modules whose class name contains a CLASS, such as Dropout, in evaluation mode in both runs")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
@@ -113,8 +134,15 @@ def main():
     for path in args.fresh:
         if path.exists():
             parser.error(f"--fresh {path}: exists already, and would be deleted; move it away first")
-    if len(args.commands) != 2 - args.watch:
-        parser.error(f"{len(args.commands)} COMMAND given, {2 - args.watch} needed")
+    one, sent = args.watch or args.resume, getattr(signal, "SIG" + args.signal.upper().removeprefix("SIG"), None)
+    if len(args.commands) != 2 - one:
+        parser.error(f"{len(args.commands)} COMMAND given, {2 - one} needed")
+    if args.resume and (args.watch or not args.fresh or not sent or args.kill_after < 0):
+        parser.error("--resume needs --fresh PATH, where the command saves" if not args.fresh else
+                     "--watch and --resume exclude each other" if args.watch else
+                     f"--kill-after {args.kill_after} --signal {args.signal}: no positive number, or no signal")
+    if not args.resume and (args.kill_after or args.resume_with or args.signal != "KILL"):
+        parser.error("--kill-after, --signal and --resume-with need --resume")
     if not all(args.commands):
         parser.error("a command is empty")
     commands = [shlex.join(words) for words in args.commands]
@@ -128,6 +156,15 @@ def main():
             remove(args.fresh)
             report = watch(folder, failure)
             show_watch(report, *commands)
+        elif args.resume:
+            other = shlex.join(args.resume_with) if args.resume_with else commands[0]
+            sent = None if args.signal.upper().endswith("KILL") else sent
+            try:
+                report = resume(commands[0], other, folder, args.fresh, lambda: remove(args.fresh), sent,
+                                args.kill_after, args.steps, args.timeout, args.eval_mode)
+            finally:
+                remove(args.fresh)
+            show_resume(report, commands[0], other)
         else:
             report = verify(commands, folder, args.steps, args.timeout, args.twice, args.fresh, args.eval_mode)
             show(report, commands)

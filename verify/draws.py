@@ -3,6 +3,7 @@ import importlib.util
 import os
 import random
 import sys
+import zlib
 
 import torch
 
@@ -20,6 +21,14 @@ class Draws:
         """Return the states of the random generators, which change if the model draws numbers, as dropout does."""
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
         return [bytes(state.tolist()) for state in states]
+
+    def checksums(self):
+        """Return {library: checksum} of the states of the global generators."""
+        states = dict(zip(("torch", "torch.cuda"), self.states())) | {"random": repr(random.getstate()).encode()}
+        if numpy := sys.modules.get("numpy.random"):
+            states["numpy"] = repr([part if isinstance(part, (str, int, float)) else part.tolist()
+                                    for part in numpy.get_state()]).encode()
+        return {name: zlib.crc32(state) for name, state in states.items()}
 
     def note(self):
         self.state = self.states()

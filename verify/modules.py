@@ -10,7 +10,7 @@ class Modules:
     """The modules that the program has created, as of the last call of find()."""
 
     def __init__(self):
-        self.names, self.leaves, self.replicas = {}, [], False  # names: {id(module): name}
+        self.names, self.leaves, self.replicas, self.scalers = {}, [], False, []  # names: {id(module): name}
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
@@ -18,7 +18,9 @@ class Modules:
         """Find all modules, buffers and averages of the weights; return a name for each of `parameters`."""
         gc.unfreeze()  # gc.get_objects() omits objects that the program has frozen
         names = {}
-        modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
+        objects = gc.get_objects()
+        modules = [item for item in objects if issubclass(type(item), torch.nn.Module)]
+        self.scalers = [item for item in objects if issubclass(type(item), torch.amp.GradScaler)]
         inside = {id(child) for module in modules for child in module.children()}
         outermost = [module for module in modules if id(module) not in inside]
         for module in modules:

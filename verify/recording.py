@@ -1,11 +1,13 @@
 """The recorder, which runs inside the programs that are compared and needs only torch.
 
 The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
-of training data has delivered its last batch), "end" (the program has ended) or "failed". An optimizer's first step
-follows "parameters": name, shape, initial digest and Part of each one. A step follows "rows", which are long: learning
-rate, digests of the gradient and of the new value, and REACHED for each parameter; and `unoptimized`: the tensors that
-no optimizer changes, which are buffers and averages of the weights.
+of training data has delivered its last batch), "saved" (a file of a checkpoint has changed), "end" (the program has
+ended) or "failed". An optimizer's first step follows "parameters": name, shape, initial digest and Part of each one. A
+step follows "rows", which are long: learning rate, digests of the gradient and of the new value, and REACHED for each
+parameter; `unoptimized`: the tensors that no optimizer changes, which are buffers and averages of the weights; and
+`states`: what the optimizer keeps for each parameter.
 """
+import contextlib
 import functools
 import json
 import os
@@ -32,15 +34,17 @@ PROBES = 4  # how many of an optimizer's parameters to compare before its step, 
 class Recorder:
     """Runs in each process of a command, and writes a line of JSON for each optimizer step."""
 
-    def __init__(self, folder, native=False, steps=0, outputs_at=0, whole=None, resting=()):
+    def __init__(self, folder, native=False, steps=0, outputs_at=0, whole=None, resting=(), saves=()):
         """Record up to `steps` steps (0: all) in `folder`; in step `outputs_at`, also module outputs and random draws.
 
         `whole` is the folder of the other command, if that command has ended. The tensors of this command may be parts
         of the tensors recorded there.
         A module whose class name contains one of the words in `resting` stays in evaluation mode.
+        With `saves`, the paths to which the program writes its checkpoints, also record when they change, and what else
+        a checkpoint must restore. `steps` is then where verify kills the program or sends a signal.
         """
         self.folder, self.native, self.steps = folder, native, steps
-        self.outputs_at, self.resting, other = outputs_at, resting, f"{whole}/marks"
+        self.outputs_at, self.resting, self.saves, other = outputs_at, resting, saves, f"{whole}/marks"
         self.wholes = [*map(json.loads, open(other))] if os.path.exists(other) else []
         self.forget()
         if hasattr(os, "register_at_fork"):
@@ -67,6 +71,7 @@ class Recorder:
         self.file, self.count, self.outer, self.depth, self.parameters = None, 0, None, 0, []
         self.tables, self.optimized, self.hooked, self.reached, self.stale = {}, set(), set(), set(), {}
         self.draws, self.modules, self.samples = Draws(), Modules(), Samples(self.write)
+        self.files, self.restored = {}, ([], {})
         self.last = self.loss = None  # the last optimizer that has stepped; the last loss
         self.clear()
 
@@ -99,6 +104,7 @@ class Recorder:
 
     def end(self):
         """Record how the program ends, and its buffers and averages, which may have changed after its last step."""
+        self.look_at_files()
         if hasattr(sys, "last_value"):
             self.write("failed")
         elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.modules.unoptimized):  # needs all ranks
@@ -220,6 +226,10 @@ class Recorder:
         if self.tables.get(optimizer, [None])[0] != key:
             self.tables[optimizer] = key, *self.tabulate(self.modules.find(self.parameters, self.optimized))
         self.before = self.unoptimized(), self.probe()
+        self.look_at_files()
+        if self.saves:
+            self.restored = self.states(optimizer), {"scalers": [item.state_dict() for item in self.modules.scalers],
+                                                     "random": self.draws.checksums()}
         self.reach = [MISSING if item.grad is None else UNREACHED if id(item) in self.hooked - self.reached else REACHED
                       for item in self.parameters]
         closure = len(args) > 1 or more.get("closure")
@@ -227,6 +237,30 @@ class Recorder:
         self.grads = None if closure else digest(
             [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters],
             self.tables[optimizer][2])
+
+    def states(self, optimizer):
+        """Return {name: digest} of the optimizer's state for each parameter: of its tensors and numbers."""
+        states = [{} for _ in self.parameters]
+        values = [(state, str(name), torch.as_tensor(value)) for state, item in zip(states, self.parameters)
+                  for name, value in optimizer.state.get(item, {}).items()
+                  if isinstance(value, (int, float, torch.Tensor))]
+        for (state, name, _), found in zip(values, digest([value for *_, value in values])):
+            state[name] = found
+        return states
+
+    def look_at_files(self):
+        """Record that a checkpoint was saved: a file in `saves` is new, or changed other than by growing, as a log."""
+        if not self.saves or not self.file or self.rank:
+            return
+        paths = [f"{folder}/{name}" for path in self.saves for folder, _, names in os.walk(path) for name in names]
+        before, self.files = self.files, {}
+        for path in [*self.saves, *paths]:
+            with contextlib.suppress(OSError):  # it does not exist yet, or has just been renamed
+                self.files |= {} if os.path.isdir(path) else {path: os.stat(path)}
+        changed = [(before.get(path), now) for path, now in self.files.items()]
+        if any(not old or now.st_mtime_ns != old.st_mtime_ns and not (
+                now.st_ino == old.st_ino and now.st_size > old.st_size) for old, now in changed):
+            self.write("saved", after=self.count)
 
     def probe(self):
         """Return the digests of some parameters, which show whether ranks that train apart have met again."""
@@ -266,7 +300,7 @@ class Recorder:
         self.flags |= {str(item.dtype) for item in self.parameters}
         number = [*self.tables].index(optimizer)
         self.write("rows", rows=[*zip(self.rates, grads, digest(self.parameters, parts), self.reach)],
-                   unoptimized=before, passed=self.modules.passed, sites=self.draws.sites)
+                   unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
         samples = [sample for *_, found in self.samples.batches for sample in found]
         self.write("step", optimizer=number, batches=[[loader, counts, [value for value, *_ in found]]
                                                       for loader, counts, found in self.samples.batches],
@@ -276,7 +310,8 @@ class Recorder:
                    lost=self.lost,
                    stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
                    settings=str(optimizer).splitlines(), replicas=self.modules.replicas, before=probes,
-                   after=self.probe(), resting=sum(not item.training for item in self.modules.leaves))
+                   after=self.probe(), resting=sum(not item.training for item in self.modules.leaves),
+                   **self.restored[1])
         self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)
         self.reached -= {*keys}
         self.outer, self.count = None, self.count + 1
@@ -285,7 +320,9 @@ class Recorder:
         if self.count == self.steps:
             open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
             while os.path.isdir(self.folder):  # other ranks may need this rank: wait until verify kills all ranks
-                time.sleep(1)
+                if os.path.exists(f"{self.folder}/signalled"):  # or until it has sent a signal
+                    return
+                time.sleep(0.1)
             os._exit(0)
 
 

@@ -32,20 +32,26 @@ class Run:
     The rows of a step stay in the files until at() reads them, so memory does not grow with the size of the model.
     """
 
-    def __init__(self, label, events):
-        """`events` has a pair for each process that wrote a file: its rank, and the list of its events."""
+    def __init__(self, label, events, extra=None):
+        """`events` has a pair for each process that wrote a file: its rank, and the list of its events.
+
+        `extra` is that of the first run if this run resumes it: then it may skip batches before its first step.
+        """
         self.label, self.ranks, self.events, self.doubled, self.cache = label, {}, {}, False, {}
         self.cut = 1  # the greatest number of parts of one tensor
         for rank, found in sorted(events, key=lambda pair: pair[0]):
             self.doubled |= rank in self.ranks
             self.events[rank] = found
-            self.ranks[rank] = in_step([event for event in found if event["event"] == "step"])
+            steps = [event for event in found if event["event"] == "step"]
+            self.extra = reads(steps)[1]  # how many more batches are read in the first step
+            self.ranks[rank] = in_step(steps, extra)
         self.length = min(map(len, self.ranks.values()), default=0)
         self.flags = {flag for steps in self.ranks.values() for step in steps for flag in step["flags"]}
 
     @classmethod
-    def read(cls, folder, label):
-        return cls(label, [(int(path.name.split("-")[0]), read_events(path)) for path in Path(folder).glob("*.jsonl")])
+    def read(cls, folder, label, extra=None):
+        paths = Path(folder).glob("*.jsonl")
+        return cls(label, [(int(path.name.split("-")[0]), read_events(path)) for path in paths], extra)
 
     def states(self, number):
         """Return each rank's record of a step, without rows."""
@@ -138,11 +144,19 @@ def load(state):
     return {**state, "rows": [Row(*row) for row in state.get("rows", ())]}
 
 
-def in_step(steps):
+def reads(steps):
+    """Return how many batches most steps of a rank read, and how many more its first step reads."""
+    counts = [len(step["batches"]) for step in steps]
+    usual = statistics.mode(counts[1:] or counts or [0])
+    return usual, sum(counts[:1]) - usual
+
+
+def in_step(steps, extra=None):
     """Return the steps of a rank. If its loader reads a batch ahead, move each batch to the step that trains on it."""
-    counts = [len(step["batches"]) for step in steps[1:]]
-    usual, ahead = statistics.mode(counts or [0]), []
-    shifted = usual and len(steps[0]["batches"]) == usual + 1
+    usual, more = reads(steps)
+    if extra is not None and 0 <= extra < more:
+        steps[0]["batches"], more = steps[0]["batches"][-usual - extra:], extra
+    shifted, ahead = usual and more == 1, []
     for step in steps:
         batches = [*ahead, *step["batches"]]
         ahead = batches[usual:] if shifted else []

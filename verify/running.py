@@ -43,8 +43,11 @@ def environment(folder, **options):
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))}
 
 
-def record(command, folder, timeout, **options):
-    """Run a command until it ends, records the last requested step or times out; return None or a Failure."""
+def record(command, folder, timeout, sent=None, **options):
+    """Run a command until it ends, records the last requested step or times out; return None or a Failure.
+
+    If a signal is to be `sent`, the command gets it when it has recorded the last requested step, and may then go on.
+    """
     env = {**os.environ, **environment(folder, **options)}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     end, code = time.monotonic() + timeout, None
@@ -57,7 +60,11 @@ def record(command, folder, timeout, **options):
         try:
             while code is None and time.monotonic() < end:
                 done = [path.name for path in folder.glob("done-*")]
-                code = 0 if done and len(done) == int(done[0].split("-")[-1]) else process.poll()
+                reached = done and len(done) == int(done[0].split("-")[-1])
+                if reached and sent and not (folder / "signalled").exists():
+                    process.send_signal(sent)
+                    (folder / "signalled").touch()
+                code = 0 if reached and not sent else process.poll()
                 time.sleep(0.05)
         finally:
             stop(process, folder)
