@@ -14,6 +14,9 @@ and its bugs:
         What the user saw, and why it happened.
     Options transformers-34242: --accum 2
 
+With "Resume: FOLDER", verify kills A, resumes it with B, and must name what the resumed run has lost. The program saves
+in FOLDER.
+
 After the name of a bug come the causes that verify may name, separated by "|". "Needs" names packages besides torch.
 "Options" belong to both commands. A comment on a line switches the bug on: in the wrong form of the program, the text
 after the comment's colon replaces the line. If the comment is alone on its line, the text is inserted. If no text
@@ -81,6 +84,7 @@ class Program(NamedTuple):
     commands: list  # A and B; {} stands for the path
     needs: list  # packages
     bugs: dict  # name: Bug
+    folder: str = ""  # of the checkpoints, if the program is to be killed and resumed
 
 
 def read(path):
@@ -91,7 +95,7 @@ def read(path):
     options = dict(re.findall(r"^Options ([\w-]+): (.*)", text, re.M))
     bugs = {name: Bug(name, causes.split("|"), " ".join(said.split()), options.get(name, ""))
             for name, causes, said in re.findall(r"^Bug: ([\w-]+): ([\w|-]+): (.*(?:\n +.*)*)", text, re.M)}
-    return Program(path.stem, path, commands, needs, bugs)
+    return Program(path.stem, path, commands, needs, bugs, "".join(re.findall(r"^Resume: (.*)", text, re.M)))
 
 
 def programs():
@@ -116,7 +120,10 @@ def wrong_form(text, bug):
 
 
 def commands(program, bug, folder):
-    """Return the two commands to compare: both run the correct program, or B runs its wrong form in `folder`."""
+    """Return the two commands to compare: both run the correct program, or B runs its wrong form in `folder`.
+
+    If the program is to be killed and resumed, both run the wrong form.
+    """
     path = program.path
     if bug:
         path = Path(folder, program.path.name)
@@ -124,7 +131,8 @@ def commands(program, bug, folder):
         path.write_text(wrong_form(text, bug))
         assert bug.options or path.read_text() != text, f"no line has a comment with wrong {bug.name}"
     options = f" {bug.options}" if bug and bug.options else ""
-    return [command.format(file) + options for command, file in zip(program.commands, (program.path, path))]
+    return [command.format(file) + options for command, file in zip(
+        program.commands, (path if program.folder else program.path, path))]
 
 
 def judge(program, bug):
@@ -136,14 +144,15 @@ def judge(program, bug):
     with tempfile.TemporaryDirectory() as folder:
         pair, report = commands(program, bug, folder), Path(folder, "report.json")
         start = time.monotonic()
-        result = subprocess.run([sys.executable, "-m", "verify", "--timeout", "300", "--json", report, *pair],
+        words = ["--resume", "--fresh", program.folder, "--resume-with", pair[1], pair[0]] if program.folder else pair
+        result = subprocess.run([sys.executable, "-m", "verify", "--timeout", "300", "--json", report, *words],
                                 cwd=folder, env=environment, capture_output=True, text=True)
         row = {"program": program.name, "bug": bug and bug.name, "seconds": time.monotonic() - start}
         if not report.exists():
             raise RuntimeError(f"{pair}: verify ended with exit code {result.returncode}: {result.stderr}")
         said = json.loads(report.read_text())
         cause = said["cause"] or ("metric" if said["notes"] else None)
-        if not bug:
+        if not bug and not program.folder:
             start = time.monotonic()
             for command in pair:
                 for _ in range(3):  # gloo can abort a process at its exit: docs/pitfalls, E15
@@ -167,22 +176,29 @@ def right(row, program):
 
 def table(rows, found):
     """Return the table of verify/README.md as Markdown, and a line with the cases that verify got wrong."""
+    parts = {kind: [row for row in rows if bool(found[row["program"]].folder) == resumed]
+             for kind, resumed in (("two commands", False), ("killed and resumed", True))}
+    counted = {kind: counts(part, found) for kind, part in parts.items() if part}
+    text = tables.table(["", *counted["two commands"]], [[kind, *cells.values()] for kind, cells in counted.items()])
+    misses = [f"`{row['bug'] or row['program']}` ({row['cause'] or row['verdict']})" for row in rows
+              if not all(right(row, found[row["program"]]))]
+    return text + f"\n\nNot as expected: {', '.join(misses) or 'none'}."
+
+
+def counts(rows, found):
+    """Return {column: cell} for the table."""
     correct, wrong = ([row for row in rows if bool(row["bug"]) == kind] for kind in (False, True))
     answers = [right(row, found[row["program"]]) for row in wrong]
     public = {link for row in wrong for link in re.findall(r"github.com/(\S+?)/(?:issues|pull)/(\d+)",
                                                            found[row["program"]].bugs[row["bug"]].text)}
     timed = [row for row in correct if "plain_seconds" in row]  # a run that was continued lacks some times
-    factor = statistics.median(row["seconds"] / row["plain_seconds"] for row in timed)
+    factor = [statistics.median(row["seconds"] / row["plain_seconds"] for row in timed)] if timed else []
     last = sum(row["cause"] in ("random", "unknown") for row in wrong)
-    cells = {"correct programs": len(correct), "false alarms": sum(row["verdict"] != "same" for row in correct),
-             "bugs": len(wrong), "public issues": len(public), "bugs detected": sum(seen for seen, _ in answers),
-             "cause correct": sum(cause for _, cause in answers), "`random` or `unknown`": last,
-             "seconds (median)": f"{statistics.median(row['seconds'] for row in rows):.0f}",
-             "time relative to the commands without `verify`": f"{factor:.1f}"}
-    text = tables.table(list(cells), [list(cells.values())])
-    misses = [f"`{row['bug'] or row['program']}` ({row['cause'] or row['verdict']})" for row in rows
-              if not all(right(row, found[row["program"]]))]
-    return text + f"\n\nNot as expected: {', '.join(misses) or 'none'}."
+    return {"correct programs": len(correct), "false alarms": sum(row["verdict"] != "same" for row in correct),
+            "bugs": len(wrong), "public issues": len(public), "bugs detected": sum(seen for seen, _ in answers),
+            "cause correct": sum(cause for _, cause in answers), "`random` or `unknown`": last,
+            "seconds (median)": f"{statistics.median(row['seconds'] for row in rows):.0f}",
+            "time relative to the commands without `verify`": "".join(f"{value:.1f}" for value in factor)}
 
 
 def save(machine, rows):
