@@ -1,6 +1,7 @@
 """The command line: python -m verify COMMAND COMMAND, or python -m verify --watch COMMAND."""
 import argparse
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -9,11 +10,13 @@ import tempfile
 from pathlib import Path
 
 from .comparing import compare, refuse
-from .explaining import UNSURE, draws_that_differ, trace
+from .explaining import CAUSES, UNSURE, draws_that_differ, trace
 from .records import Run
-from .resuming import resume
+from .resuming import LOST, resume
 from .running import printed, record
 from .watching import watch
+
+VERSION = 1  # of the report as JSON, whose fields README.md lists
 
 
 def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), resting=()):
@@ -107,6 +110,13 @@ def show_resume(report, command, other):
         print("\n".join([f"{report['verdict']}: {report['message']}", *[f"note: {note}" for note in report["notes"]]]))
 
 
+def described(report, causes):
+    """Return a report, or a finding of --watch, with what is known of its cause, and the place that it names."""
+    known, place = causes.get(report["cause"], {}), re.search(r"([^\s:]+\.py):(\d+)", report["message"])
+    more = {name: known.get(name) for name in ("remedy", "pitfall", "copy")}
+    return {**report, **more, "file": place and place[1], "line": place and int(place[2])}
+
+
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m verify", description="Check whether two commands train the same model, or check one command.",
@@ -169,6 +179,9 @@ def main():
             report = verify(commands, folder, args.steps, args.timeout, args.twice, args.fresh, args.eval_mode)
             show(report, commands)
     if args.json:
+        causes = LOST if args.resume else CAUSES
+        report = {"version": VERSION, **described(report, causes)}
+        report |= {"findings": [described(found, causes) for found in report.get("findings", ())]} if args.watch else {}
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     return {"same": 0, "sound": 0, "different": 1, "unsound": 1, "not comparable": 2, "alike": 3}[report["verdict"]]
 
