@@ -1,4 +1,5 @@
 """Watch the random numbers: whether a program draws any and, in one step, where, by which library, and their sums."""
+import ctypes
 import importlib.util
 import os
 import random
@@ -20,7 +21,7 @@ class Draws:
     def states(self):
         """Return the states of the random generators, which change if the model draws numbers, as dropout does."""
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-        return [bytes(state.tolist()) for state in states]
+        return [ctypes.string_at(state.data_ptr(), state.numel()) for state in states]  # numpy may be missing
 
     def checksums(self):
         """Return {library: checksum} of the states of the global generators."""
