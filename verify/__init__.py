@@ -4,7 +4,8 @@
     python -m verify --watch "torchrun --nproc-per-node=2 train_DDP.py --epochs 2"
     python -m verify --resume --fresh runs "torchrun --nproc-per-node=2 train_elastic.py --epochs 2 --resume auto"
 
-Exit code 0 means the same model, 1 different models, and 2 that the runs are not comparable or that the usage is wrong.
+Exit code 0 means the same model, 1 different models, 2 that the runs are not comparable or that the usage is wrong, and
+3 that the models are alike, but in too low a precision to prove more.
 README.md in this folder says what is compared, which causes are named, and what cannot be seen.
 
 `running.py` starts a command so that each of its processes that imports torch runs `recording.py`, which computes in
