@@ -280,12 +280,14 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
         image, *boxes = re.split(r"\s+(?=(?:[-+.\deE]*,[-+.\deE,]*(?:\s+|$))+$)", line.strip())
         objects = [(label, False, *corners) for *corners, label in (box.split(",") for box in boxes)]
         samples += [(folder / image, f"{file}, line {number}", objects)] if image else []
+    if (folder / "classes.txt").is_file():
+        return samples, {str(label): name for label, name in enumerate(_classes(folder, ()))}
     used = {int(label) for *_, objects in samples for label, *_ in objects if label.isdecimal()}
-    names = _classes(folder, sorted(used))
-    if part == "train" and (absent := set(range(len(names))) - used) and not (folder / "classes.txt").is_file():
-        raise UsageError(f"{file}: class {min(absent)} has no boxes, and class {max(used)} has; the class is the last "
+    absent = [label for label in range(len(used)) if label not in used]
+    if part == "train" and absent:
+        raise UsageError(f"{file}: class {absent[0]} has no boxes, and class {max(used)} has; the class is the last "
                          "of five numbers; name all classes in classes.txt")
-    return samples, {str(label): name for label, name in enumerate(names)}
+    return samples, {str(label): str(label) for label in sorted(used)}
 
 
 def _is_true(value: Any) -> bool:
