@@ -1,9 +1,7 @@
-"""Make a program compute in float64: defaults and casts. Random numbers stay those that it draws in float32."""
+"""Make a program compute in float64: defaults and casts."""
 import sys
 
 import torch
-
-FILLING = ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "random_", "bernoulli_")
 
 
 def patches(stepping):
@@ -24,19 +22,6 @@ def patches(stepping):
         more = {name: wide.get(id(value), value) for name, value in more.items()}
         return function(*[wide.get(id(value), value) for value in args], **more)
 
-    def draw(function, *args, requires_grad=False, **more):
-        """Draw in float32, as the program does alone: torch draws other numbers in float64."""
-        if more.get("dtype") or more.get("out") is not None or torch.compiler.is_compiling():
-            return function(*args, requires_grad=requires_grad, **more)
-        return function(*args, dtype=torch.float32, **more).double().requires_grad_(requires_grad)
-
-    def fill(function, tensor, *args, **more):
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != torch.float64 or tensor.is_meta \
-                or torch.compiler.is_compiling() or any(isinstance(value, torch.Tensor) for value in args):
-            return function(tensor, *args, **more)
-        return tensor.copy_(function(torch.empty_like(tensor, dtype=torch.float32, requires_grad=False), *args, **more))
-
     torch.set_default_dtype(torch.float64)
     return [(cast, torch.Tensor, "float", "bfloat16", "half"), (widen, torch, "tensor"),
-            (widen, torch.Tensor, "to", "type"), (widen, torch.nn.functional, "softmax"),
-            (draw, torch, "randn", "rand", "randn_like", "rand_like"), (fill, torch.Tensor, *FILLING)]
+            (widen, torch.Tensor, "to", "type"), (widen, torch.nn.functional, "softmax")]

@@ -147,9 +147,9 @@ class Recorder:
             self.counted += counts_of(tensors_of((args, more))[1:2])
         return function(*args, **more)
 
-    def backward(self, function, tensors, grads=None, *args, **more):
+    def backward(self, function, tensors, *args, **more):
         if backward_runs():  # activation checkpointing calls backward inside another backward
-            return function(tensors, grads, *args, **more)
+            return function(tensors, *args, **more)
         for loss in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # others are a pipeline's activations
                 self.loss = id(loss)
@@ -167,7 +167,7 @@ class Recorder:
             self.flags.add("reset")  # gradients were set to zero before a later micro-batch
         self.begin()
         self.samples.backward()
-        return function(tensors, grads, *args, **more)
+        return function(tensors, *args, **more)
 
     def index(self, function, iterator):
         return self.samples.index(function, iterator)
