@@ -116,6 +116,7 @@ def test_wrong_usage_is_named_in_one_line(arguments, names, tmp_path):
     assert said.code == 2 and said.out == "" and len(said.err.splitlines()) == 1 and names in said.err
 
 
+@pytest.mark.drill
 def test_a_run_that_saves_on_a_signal_repeats_no_step(tmp_path):
     said = resume(tmp_path, "--kill-after", "10", "--signal", "TERM", "--json", "report.json")
     assert said.code == 0 and "\nsame: 8 steps from step 11 on, bit for bit; 0 done twice\n" in said.out, said.out
