@@ -118,11 +118,12 @@ def start_log(args, start_epoch, headline):
 # new # PP: the stages of this process, and the order of their forward and backward passes
 def create_schedule(parts, micro_batches, device, group, loss=None):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    held = [PipelineStage(part, rank + number * world_size, len(parts) * world_size, device, group=group)
-            for number, part in enumerate(parts)]
+    local_stages = [
+        PipelineStage(part, rank + number * world_size, len(parts) * world_size, device, group=group)
+        for number, part in enumerate(parts)]
     if len(parts) > 1:
-        return ScheduleInterleaved1F1B(held, micro_batches, loss)
-    return Schedule1F1B(held[0], micro_batches, loss)
+        return ScheduleInterleaved1F1B(local_stages, micro_batches, loss)
+    return Schedule1F1B(local_stages[0], micro_batches, loss)
 
 
 # new # PP: evaluation also runs through all stages; a schedule needs batches of equal size

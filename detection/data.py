@@ -238,10 +238,13 @@ def _outside(rows: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def _report_outside(title: str, samples: list[Sample]) -> None:
-    """Print how many boxes reach outside their images; read the sizes that are not declared from the files."""
+    """Print how many boxes reach outside their images; read the sizes that are not declared from the files.
+
+    It leaves out images that cannot be read, which decode() reports.
+    """
     count, first = 0, None
     for path, rows, size in samples:
-        with contextlib.suppress(Exception):  # decode() reports it
+        with contextlib.suppress(OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError):
             if len(rows) and (size is None or _outside(rows, size).any()):  # a declared size may be wrong
                 with Image.open(path) as image:
                     size = image.size[::-1] if image.getexif().get(ORIENTATION) in (5, 6, 7, 8) else image.size

@@ -140,7 +140,6 @@ def main(args):
     device = devices.prepare(args.device, args.deterministic)
     folder = checkpoint.make_folder(args.output_dir, lock=not args.evaluate)
 
-
     # new # SFT: a window has the tokens of whole pairs and the pairs' numbers; prompts have the target -100
     # yours: the data; a sample is a window (2, --length), and its targets are the next tokens of the answers
     train_set, val_set = pairs.create_datasets(args.dataset, args.data_path, args.tokenizer, args.length,

@@ -4,8 +4,9 @@
 #     bash launch/hosts.sh 2 HOST1 train_DDP.py --batch-size 512                     # exactly two hosts
 #     MAX_RESTARTS=3 bash launch/hosts.sh 1:2 HOST1 train_elastic.py --resume auto   # one or two: one may leave or join
 #
-# HOST1 is one of the hosts, by the name that `hostname` prints there; the processes meet on its port 29400 (PORT). Each host runs one
-# process per accelerator (PROCESSES_PER_HOST) and needs the code, the data and, to resume, the output folder.
+# HOST1 is one of the hosts, by the name that `hostname` prints there; the processes meet on its port 29400 (PORT). Each
+# host runs one process per accelerator (PROCESSES_PER_HOST) and needs the code, the data and, to resume, the output
+# folder.
 # If a host is in several networks, set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface to use.
 # If a host has several CPU sockets, NUMA_BINDING=node binds each process to the cores near its GPU; this needs numactl.
 set -euo pipefail

@@ -379,9 +379,9 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
 
 def unmatched(rows, others, pairs):
     """Return the cause and the evidence if only `pairs` of the tensors of two runs match."""
-    for side, held in enumerate((rows, others)):
+    for side, mine in enumerate((rows, others)):
         matched = [pair[side] for pair in pairs]
-        for row in (row for row in held if not any(row is other for other in matched)):
+        for row in (row for row in mine if not any(row is other for other in matched)):
             twin = [pair for pair in pairs if pair[side].shape == row.shape and equal(pair[side].start, row.start)]
             if twin:  # such as an embedding that two stages of a pipeline share
                 sums = [x + y for x, y in zip(twin[0][side].grad, row.grad)]

@@ -34,10 +34,9 @@ class Modules:
         self.replicas = any(isinstance(module, torch.nn.parallel.DistributedDataParallel)
                             and module.process_group.size() == torch.distributed.get_world_size()
                             for module in modules)
-        shapes = lambda module: [item.shape for item in module.parameters()]  # noqa: E731
         trained = [module for module in outermost if any(id(item) in optimized for item in module.parameters())]
-        averages = [module for module in outermost if module not in trained and shapes(module)
-                    and shapes(module) in map(shapes, trained)]
+        averages = [module for module in outermost if module not in trained and shapes_of(module)
+                    and shapes_of(module) in map(shapes_of, trained)]
         found = {id(item): (f"{'buffer' if module in trained else 'other buffer'} {plain(name)}", item)
                  for module in outermost for name, item in module.named_buffers()}
         found |= {id(item): (f"weight {plain(name)}", item) for module in trained  # that other ranks update
@@ -48,7 +47,6 @@ class Modules:
         self.unoptimized = sorted(((name, item) for name, item in found.values() if item.is_floating_point()
                                    and item.numel() and not item.is_meta), key=lambda pair: pair[0])
         return [names.get(id(item), "parameter") for item in parameters]
-
 
     def passes(self, kind, module, value, outermost):
         """Note the sums of a module's inputs or outputs over all elements; they add up over ranks and micro-batches."""
@@ -62,6 +60,10 @@ class Modules:
                     self.passed.append([kind, self.names[id(module)], outermost, flat[0].shape[1],
                                         sum(item.numel() for item in flat),
                                         float(sum(item.square().sum() for item in flat)), float(sum(waves))])
+
+
+def shapes_of(module):
+    return [item.shape for item in module.parameters()]
 
 
 def plain(name):

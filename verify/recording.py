@@ -160,9 +160,9 @@ class Recorder:
         self.flags |= {"random"} if self.draws.drawn() else set()
         self.backwards += 1
         if self.backwards == 1 or self.stale:
-            held = {id(item): self.last for optimizer in self.tables for group in optimizer.param_groups
+            found = {id(item): self.last for optimizer in self.tables for group in optimizer.param_groups
                     for item in group["params"] if nonzero(item.grad)}
-            self.stale = held if self.backwards == 1 else {key: self.stale[key] for key in {*held} & {*self.stale}}
+            self.stale = found if self.backwards == 1 else {key: self.stale[key] for key in {*found} & {*self.stale}}
         if self.samples.batches and self.parameters and not any(nonzero(item.grad) for item in self.parameters):
             self.flags.add("reset")  # gradients were set to zero before a later micro-batch
         self.begin()

@@ -134,6 +134,9 @@ def test_files_of_each_kind_are_read(tmp_path, name):
 def test_classes_are_those_of_the_training_part_or_of_the_file(tmp_path):
     lines = write_set(tmp_path / "lines", "lines", **{"classes.txt": None, "train.txt": "a b.png 1,2,3,4,1 1,2,3,4,0"})
     assert data.create_datasets("lines", lines, 96, 0)[0].classes == ["0", "1"]
+    few = write_set(tmp_path / "few", "lines", **{  # the validation images have no box of class 1
+        "classes.txt": None, "train.txt": "a b.png 1,2,3,4,1 1,2,3,4,0 1,2,3,4,2", "val.txt": "a b.png 1,2,3,4,2"})
+    assert data.create_datasets("lines", few, 96, 0)[1].samples[0][1][0, 0] == 2
     voc = write_set(tmp_path / "voc", "voc", **{"classes.txt": "dog\nant\ncat\n"})
     train, _ = data.create_datasets("voc", voc, 96, 0)
     assert train.classes == ["dog", "ant", "cat"] and train.samples[0][1][:, 0].tolist() == [0, -3]

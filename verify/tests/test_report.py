@@ -6,6 +6,8 @@ import markers
 import pytest
 from conftest import PYTHON, ROOT, run
 
+from verify.__main__ import described
+
 README = (ROOT / "verify/README.md").read_text()
 TABLES = {name: json.loads((ROOT / f"verify/{name}.json").read_text()) for name in ("causes", "lost")}
 ENTRIES = {f"{name}: {cause}": entry for name, table in TABLES.items() for cause, entry in table.items()}
@@ -37,3 +39,11 @@ def test_the_fields_are_those_of_the_page(tmp_path):
         run(PYTHON, "-m", "verify", "--json", tmp_path / "report.json", *options, "true", *["true"] * (not options))
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["version"] == 1 and report.keys() <= documented, report.keys() - documented
+
+
+def test_the_place_is_the_first_one_in_the_message():
+    report = {"cause": "random", "message": "drawn in loop.py:12, module drop (torch); then model.py:7"}
+    found = described(report, TABLES["causes"])
+    assert (found["file"], found["line"]) == ("loop.py", 12)
+    assert found["remedy"] == TABLES["causes"]["random"]["remedy"]
+    assert described({"cause": None, "message": "44 steps"}, TABLES["causes"])["line"] is None
