@@ -116,7 +116,7 @@ def judge(everyone):
 
 
 def in_shell(env):
-    """Return whether an interactive shell of `srun --pty` started this process: a terminal, and a group of its own."""
+    """Return whether an interactive shell of `srun --pty` started this process: a terminal, and another group."""
     with contextlib.suppress(OSError):
         os.close(os.open("/dev/tty", os.O_RDONLY))
         return env.get("SLURM_TASK_PID") != str(os.getpgrp())

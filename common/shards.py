@@ -23,7 +23,7 @@ from .replay import Weights, named_tensors
 def fsdp_mesh(replicas: int, device: torch.device) -> dict[str, Any]:
     """Return the shape and dimension names of FSDP2's mesh for init_device_mesh().
 
-    One replica has no dimension of its own: NCCL may average groups of one rank wrongly (_get_gradient_divide_factors).
+    One replica has no dimension: NCCL may average groups of one rank wrongly (_get_gradient_divide_factors).
     """
     reject_gloo(dist.get_backend(), device.type)
     shape = divide("--replicas", replicas)
