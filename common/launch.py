@@ -1,4 +1,5 @@
 """Launchers (torchrun, Slurm, mp.spawn, plain python): ranks, rendezvous, cores, and exiting with the parent."""
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.queues
@@ -69,11 +70,12 @@ def cores_per_process() -> int:
 
 def is_slurm_task() -> bool:
     """Return whether this process is a task of a parallel Slurm step."""
-    try:  # not isatty: nohup and redirection replace standard input, not the controlling terminal
-        os.close(os.open("/dev/tty", os.O_RDONLY))
-    except OSError:
-        return is_task(os.environ, None)
-    return is_task(os.environ, os.getpgrp())
+    group = None
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):  # not isatty: nohup and redirection leave the controlling terminal
+            os.close(os.open("/dev/tty", os.O_RDONLY))
+            group = os.getpgrp()
+    return is_task(os.environ, group)
 
 
 def is_task(env: Mapping[str, str], group: int | None) -> bool:
