@@ -16,7 +16,8 @@ class Draws:
 
     def __init__(self):
         self.state = None  # None until the program has created its model
-        self.sites, self.inside, self.shown = [], [], False  # `inside`: names of the modules now in forward()
+        self.sites, self.inside = [], []  # `inside`: names of the modules now in forward()
+        self.installed = self.showing = False
 
     def states(self):
         """Return the states of the random generators, which change if the model draws numbers, as dropout does."""
@@ -57,13 +58,16 @@ class Draws:
                                    float(numbers.sum()), float(numbers.square().sum())])
 
     def show(self):
-        """From now on, note where torch, numpy and random draw numbers, generators of the program included."""
-        if self.shown:
+        """In this step, note where torch, numpy and random draw numbers, generators of the program included."""
+        self.showing = True
+        if self.installed:
             return
-        draws, self.shown = self, True
+        draws, self.installed = self, True
 
         class Mode(torch.overrides.TorchFunctionMode):
             def __torch_function__(self, function, types, args=(), kwargs=None):
+                if not draws.showing:
+                    return function(*args, **(kwargs or {}))
                 before, result = draws.states(), function(*args, **(kwargs or {}))
                 own = (kwargs or {}).get("generator") is not None
                 if isinstance(result, torch.Tensor) and (own or before != draws.states()):
@@ -73,6 +77,8 @@ class Draws:
         def noted(library, function):
             def draw(*args, **more):
                 result = function(*args, **more)
+                if not draws.showing:
+                    return result
                 try:
                     draws.add(library, args[-1] if result is None else result)
                 except (TypeError, ValueError, RuntimeError):  # such as a choice among words

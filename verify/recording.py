@@ -80,6 +80,7 @@ class Recorder:
         self.samples.batches, self.samples.evaluated, self.draws.sites, self.modules.passed = [], False, [], []
         self.counted, self.counts = [], []  # of the targets of losses: since the last backward pass; of each pass
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
+        self.draws.showing = False
         if self.count == self.outputs_at - 1:
             self.draws.show()
 
