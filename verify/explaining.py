@@ -9,10 +9,11 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, NOISE, apart, equal, gap, worst
+from .records import EQUAL, INPUTS, NOISE, apart, equal, gap, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
+SIZES = 3  # the place of a value whose size differs between the runs: first_value()
 
 
 def remedy(cause):
@@ -206,6 +207,15 @@ def group_scale(diff):
                 f"{diff.a.label}, such as that of {moved[0][0].name}; the others are equal")
 
 
+def computed_inputs(diff):
+    """The samples are inputs of models, which the program may compute with a buffer, such as running statistics."""
+    batches = [batch for state in diff.left + diff.right for batch in state["batches"]]
+    if equal(diff.ours, diff.theirs) or "batchnorm" in diff.flags or any(batch[0] != INPUTS for batch in batches):
+        return None
+    found = [apart(diff.left[0]["unoptimized"], state["unoptimized"], EQUAL, ("buffer",)) for state in diff.right]
+    return found and found[0] and f"{UNSURE}the inputs of the model differ, and so does {found[0][0]}"
+
+
 def set_epoch(diff):
     if not diff.ours or not diff.theirs or equal(diff.ours, diff.theirs):
         return None
@@ -340,7 +350,7 @@ RULES = [
     ("clip", clip), ("no-backward", whole_loss), ("scale", scale), ("no-gradient", no_gradient),
     ("group-scale", group_scale),
     # other samples: all that is computed from them differs
-    ("set-epoch", set_epoch), ("samples", samples),
+    ("buffers", computed_inputs), ("set-epoch", set_epoch), ("samples", samples),
     # from here on, the samples are equal, or they were not seen
     ("reset", lambda diff: "reset" in diff.b.flags ^ diff.a.flags and "gradients are zero before a later micro-batch"),
     ("batchnorm", lambda diff: diff.split and flagged("batchnorm", diff)), ("no-backward", no_backward),
@@ -384,8 +394,9 @@ def unmatched(rows, others, pairs):
         for row in (row for row in mine if not any(row is other for other in matched)):
             twin = [pair for pair in pairs if pair[side].shape == row.shape and equal(pair[side].start, row.start)]
             if twin:  # such as an embedding that two stages of a pipeline share
-                sums = [x + y for x, y in zip(twin[0][side].grad, row.grad)]
-                cause = "partial" if equal(sums[1:], twin[0][1 - side].grad[1:]) else "not-averaged"
+                one, two = (row.grad[place] + twin[0][side].grad[place] for place in (1, 2))
+                whole = twin[0][1 - side].grad  # clipping scales one run's gradients by one factor
+                cause = "partial" if equal([one * whole[2]], [two * whole[1]]) else "not-averaged"
                 cause = "clip" if proportional([(twin[0][side], row)] * 2) else cause
                 return cause, f"two copies of {row.name} in {'AB'[side]} have different gradients"
     return "unknown", f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
@@ -435,12 +446,15 @@ def trace(report, a, b):
     fact, said = "", f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
     if value:
         kind, module, place = value
-        before = {0: "", 1: ": look before the model", 2: ", though the outputs before it agree"}[place]
+        before = {0: "", 1: ": look before the model", 2: ", though the outputs before it agree"}.get(place)
         fact = f"the {kind} of {module} differs{before if 'input' in kind else ''}"
+        if place == SIZES:
+            fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
+                    "length, look for a layer that reads padding")
     given = [site for site in draws if ", module " not in site and "(torch." not in site]
     if given and given == draws and cause in ("random", "uneven-mean", "loss", "unknown"):
         cause, fact = "samples", fact or "the program draws other random numbers for this step"  # not in the model
-    elif cause in ("uneven-mean", "loss", "unknown") and value:
+    elif cause in ("uneven-mean", "loss", "unknown") and value and place != SIZES:
         cause = ("forward", "samples", "loss")[value[2] if "input" in value[0] else 0]
     elif cause == "samples":
         fact = ""
@@ -457,18 +471,21 @@ def first_value(a, b, step):
 
     Both runs must have recorded them. Two values are equal if their sums over ranks and micro-batches are equal, or if
     each rank has the whole value. Values whose widths or sizes differ are slices or padded, and are not compared.
-    `place` is 0 inside a model, 1 for the first models, 2 for a model or loss that follows the output of another one.
+    `place` is 0 inside a model, 1 for the first models, 2 for a model or loss that follows the output of another one,
+    and SIZES if no value differs, but the size of a model's output does.
     """
     if min(a.length, b.length) <= step:
         return None
     left, right = ([sums(state["passed"], 4) for state in run.at(step)[0]] for run in (a, b))
-    place, shared = 1, [key for key in left[0] if key in right[0]]
+    place, unlike, shared = 1, None, [key for key in left[0] if key in right[0]]
     for kind, name, outermost, width in shared:  # in the order of the forward pass
         shifted = "integers" in kind and place * outermost == 1  # an index into the batch depends on the split
         if not shifted and all_differ(left, right, (kind, name, outermost, width)):
             return kind, name, place * outermost
         place = 2 if outermost and "output" in kind else place
-    return () if shared else None
+        if outermost and "output" in kind and not comparable(left, right, (kind, name, outermost, width)):
+            unlike = kind, name, SIZES
+    return unlike or (() if shared else None)
 
 
 def draws_that_differ(a, b, step):
@@ -487,11 +504,16 @@ def draws_that_differ(a, b, step):
 
 def all_differ(left, right, key):
     """Return whether a value differs: summed over all ranks, on rank 0, and between the sum and rank 0."""
+    pairs = comparable(left, right, key)
+    return bool(pairs or not key[1:]) and not any(equal(*pair) for pair in pairs)
+
+
+def comparable(left, right, key):
+    """Return the pairs of a value's sums over all ranks, or on rank 0, that have equal sizes."""
     ours, theirs = ([*map(sum, zip(*[sums[key] for sums in run if sums.get(key)]))] for run in (left, right))
     one, two = left[0].get(key, []), right[0].get(key, [])
     pairs = [(ours, theirs), (one, two), (ours, two), (one, theirs)]
-    pairs = [pair for pair in pairs if pair[0][:1] == pair[1][:1]]
-    return bool(pairs or not key[1:]) and not any(equal(*pair) for pair in pairs)
+    return [pair for pair in pairs if pair[0][:1] == pair[1][:1]]
 
 
 def sums(items, length):

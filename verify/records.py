@@ -9,6 +9,7 @@ from typing import NamedTuple
 EQUAL = 1e-6  # two digests are equal up to this relative difference
 NOISE = 1e-6  # a smaller fraction of the norm of all tensors is rounding error
 REACHED = 2  # as in recording.py
+INPUTS = -1  # in place of a loader's number: these samples are inputs of models
 TWINS = 64  # so many tensors with equal initial values are candidates for one tensor
 CACHED = 4  # so many steps are in memory with their rows; they are compared in order
 

@@ -5,6 +5,7 @@ import weakref
 import torch
 
 from .digests import wave
+from .records import INPUTS
 
 
 @dataclasses.dataclass
@@ -22,21 +23,19 @@ class Samples:
 
     def __init__(self, write):
         self.write, self.evaluated = write, False
-        self.batches = []  # [(number of the loader, counts, samples)]; with a loader, 0 is the first one
+        self.batches = []  # [(number of the loader or INPUTS, counts, samples)]
         self.loaders = {}  # ID of a loader's sampler: Loader
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
+        self.drawn = weakref.WeakKeyDictionary()  # DataLoader iterator: {number of a batch to come: number of indices}
         self.inputs = []  # inputs of the outermost modules since the last backward pass
         self.trained = set()  # IDs of the datasets whose batches were followed by a backward pass
 
     def deliver(self, function, iterator, native):
         """Return a batch of a DataLoader, in float64 unless `native`. Record its samples if it may be trained on."""
-        tensors = []
-
         def visit(value):
             if isinstance(value, torch.Tensor):
-                value = value.double() if value.is_floating_point() and not native else value
-                tensors.extend([value] * (value.ndim > 0))
-            elif isinstance(getattr(value, "data", None), dict):  # a UserDict, such as transformers' BatchEncoding
+                return value.double() if value.is_floating_point() and not native else value
+            if isinstance(getattr(value, "data", None), dict):  # a UserDict, such as transformers' BatchEncoding
                 value.data = torch.utils._pytree.tree_map(visit, value.data)
             return value
 
@@ -52,13 +51,12 @@ class Samples:
         if not torch.is_grad_enabled():
             self.evaluated = True
             return batch
-        if isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (list, tuple)) for part in batch):
-            tensors = []  # collate_fn did not stack the samples, so a tensor's length is not the number of samples
+        parts = by_sample(batch, self.drawn.get(iterator, {}).pop(getattr(iterator, "_rcvd_idx", 1) - 1, None))
         loader = self.loader(iterator)
         if not loader.iterator or loader.iterator() is not iterator:
             self.end_epoch(loader)  # the program has left the last one before its end
             loader.iterator = weakref.ref(iterator)
-        self.pending.setdefault(iterator, []).append((loader.number, counts_of(tensors), samples_of(tensors)))
+        self.pending.setdefault(iterator, []).append((loader.number, counts_of(parts), samples_of(parts)))
         return batch
 
     def loader(self, iterator):
@@ -66,8 +64,10 @@ class Samples:
         return self.loaders.setdefault(id(sampler), Loader(len(self.loaders), sampler, iterator._dataset))
 
     def index(self, function, iterator):
-        """Count how often a loader's next index is not greater: never in the order of the dataset."""
+        """Count a batch's indices, and how often the next one is not greater: never in the order of the dataset."""
         indices, loader = function(iterator), self.loader(iterator)
+        if isinstance(indices, (list, tuple)) and None not in indices:  # an iterable dataset has no indices
+            self.drawn.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = len(indices)
         for index in indices if isinstance(indices, (list, tuple)) else [indices]:
             if isinstance(index, int):
                 loader.descents, loader.last = loader.descents + (index < loader.last), index
@@ -91,18 +91,52 @@ class Samples:
             self.trained.add(id(iterator._dataset))
             self.batches += batches
             batches.clear()
-        self.batches += [] if self.trained else [(0, counts_of(item), samples_of(item)) for item in self.inputs]
+        inputs = [] if self.trained else [by_sample(item, None) for item in self.inputs]
+        self.batches += [(INPUTS, counts_of(parts), samples_of(parts)) for parts in inputs]
         self.inputs.clear()
 
 
-def counts_of(tensors):
+def by_sample(batch, count):
+    """Return the parts of a batch that have a row for each sample: tensors, or lists of a tensor for each sample.
+
+    `count` is the number of indices that the loader drew, or None if it is not known; the parts are then the most
+    common length. Return [] if it is not clear which parts these are.
+    """
+    def is_list(value):
+        return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, torch.Tensor) for x in value)
+
+    def visit(value):
+        for part in torch.utils._pytree.tree_leaves(value, lambda part: is_list(part) and len(part) == count):
+            if isinstance(getattr(part, "data", None), dict):
+                yield from visit(part.data)
+            elif is_list(part) or isinstance(part, torch.Tensor) and part.ndim:
+                yield part
+
+    found = [*visit(batch)]
+    if count is None:
+        nested = isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (list, tuple)) for part in batch)
+        lengths = [] if nested else [*map(len, found)]
+        count = max(lengths, key=lengths.count, default=0)
+        return [part for part in found if not nested and len(part) == count]
+    for part in [part for part in found if is_list(part)]:
+        if {x.shape[0] if x.ndim else 1 for x in part} == {count}:  # `count` inputs, or a tensor for each sample?
+            return [*part] if part is batch else []
+    rows = {len(part) for part in found}
+    if count not in rows and len(rows) == 1 and not min(rows) % count:  # such as several crops of each image
+        return found
+    return [part for part in found if len(part) == count]
+
+
+def counts_of(parts):
     """Return, for each tensor, numbers that a loss may be divided by: elements, labels, tokens or masked values, sum.
 
     Labels are what is not -100, tokens what is not 0. Without the first token of each row, they count a second time,
     for models that predict the next token.
     """
     found = []
-    for item in tensors:
+    for item in parts:
+        if not isinstance(item, torch.Tensor):
+            continue
         if item.numel() > 1e6:
             found.append([item.numel()] * 4)  # such as images: too slow to look at
             continue
@@ -113,16 +147,23 @@ def counts_of(tensors):
     return found
 
 
-def samples_of(tensors):
+def samples_of(parts):
     """Return (digest, digest of label, number of values) per sample. Augmentation changes only the first digest."""
-    lengths = [len(tensor) for tensor in tensors]
-    rows = max(lengths, key=lengths.count, default=0)
+    rows = len(parts[0]) if parts else 0
     digest, labels = torch.zeros(2, rows, dtype=torch.float64, device="cpu")
-    for n, tensor in enumerate([tensor for tensor in tensors if len(tensor) == rows > 0], 1):
-        flat = tensor.detach().cpu().double().reshape(rows, -1)
-        flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing to the digest
-        factors = wave(flat.shape[1], flat.device)
-        digest += flat @ (factors.imag if n % 2 else factors.real) * n
-        labels += flat[:, 0] * n if tensor.ndim == 1 and not tensor.is_floating_point() else 0
-    size = sum(tensor[0].numel() for tensor in tensors if len(tensor) == rows > 0)
+    for n, part in enumerate([part for part in parts if len(part) == rows > 0], 1):
+        if isinstance(part, torch.Tensor):
+            digest += digests_of(part.detach().reshape(rows, -1), n)
+            labels += part.detach().cpu() * n if part.ndim == 1 and not part.is_floating_point() else 0
+        else:
+            digest += torch.cat([digests_of(row.detach().reshape(1, -1), n) for row in part])
+    size = sum(part[0].numel() for part in parts if len(part) == rows > 0)
     return [(*pair, size) for pair in zip(digest.tolist(), labels.tolist())]
+
+
+def digests_of(flat, n):
+    """Return the digest of each row of the `n`th part."""
+    flat = flat.cpu().double()
+    flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing to the digest
+    factors = wave(flat.shape[1], flat.device)
+    return flat @ (factors.imag if n % 2 else factors.real) * n

@@ -27,7 +27,7 @@ MISTAKES = [
     "mean without backward", "average on rank 0", "average", "buffer of a share", "gradient flipped", "gradients reset",
     "batchnorm at rest", "other values", "order of one process", "owned by ranks", "owned by ranks, not sent",
     "average of one epoch", "gradients kept", "labels smoothed", "noise of each rank", "local SGD", "local SGD, copied",
-    "fused", "gathered loss"]
+    "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer"]
 WAYS = ["well", "keywords", "nan", "by-hand"]
 
 
@@ -69,6 +69,46 @@ class SumAgain(Sum):
     @staticmethod
     def backward(ctx, grad):
         return Sum.forward(ctx, grad)
+
+
+class Padded(nn.Module):
+    """Maps a list of samples of different lengths, (L, 4) each, to (N, longest L, 3); `read` lets it read padding."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.layer = read, nn.Linear(4, 3)
+
+    def forward(self, samples):
+        padded = nn.utils.rnn.pad_sequence([self.layer(sample) for sample in samples], batch_first=True)
+        return padded / padded.shape[1] if self.read else padded
+
+
+def train_on_lists(mistake, rank, world):
+    """A batch is a list of samples of different lengths, and their labels; a batch sampler divides each batch."""
+    torch.manual_seed(0)
+    model = Padded("read" in mistake and world > 1)
+    wrapped = DistributedDataParallel(model) if world > 1 else model
+    g = torch.Generator().manual_seed(2)
+    data = [(torch.randn(2 + number % 7, 4, generator=g), number % 3) for number in range(48)]
+    sampler = DistributedSampler(data, 1, 0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = torch.tensor([*sampler]).view(6, 8)
+        batches = batches[:, :8 // world] if "half" in mistake else batches[:, rank::world]
+        loader = DataLoader(data, batch_sampler=batches.tolist(), collate_fn=lambda samples: (
+            [x for x, _ in samples], torch.tensor([y for _, y in samples])))
+        for x, y in loader:
+            model.zero_grad()
+            lengths = torch.tensor([len(sample) for sample in x])
+            total = lengths.sum()
+            if world > 1:
+                dist.all_reduce(total)
+            losses = nn.functional.cross_entropy(wrapped(x).transpose(1, 2), y[:, None].expand(-1, max(lengths)),
+                                                 reduction="none")
+            mask = torch.arange(max(lengths)) < lengths[:, None]
+            ((losses * mask).sum() * world / total).backward()
+            optimizer.step()
 
 
 def train(mistake, rank, world):
@@ -124,6 +164,8 @@ def train(mistake, rank, world):
                 model.zero_grad()
             if mistake == "functional dropout":
                 x = nn.functional.dropout(x, 0.5)
+            if "from a buffer" in mistake:
+                x = x + model.seen[0]
             if mistake == "noise of each rank":
                 x = x + torch.randn(x.shape)
             if mistake == "gradients reset":
@@ -216,7 +258,8 @@ def fork(mistake, folder, rank, world):
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     try:
-        ending.loop(mistake) if mistake in WAYS else train(mistake, rank, world)
+        part = ending.loop if mistake in WAYS else train_on_lists if "lists" in mistake else train
+        part(mistake) if mistake in WAYS else part(mistake, rank, world)
     except RuntimeError as error:  # the other rank has left
         sys.last_value = error
     finally:
@@ -232,7 +275,8 @@ if __name__ == "__main__":
     gc.freeze()
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
-             "batchnorm at rest", "order of one process", "fused", "noise of each rank"}  # same on one process
+             "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
+             "rows by hand, from a buffer"}  # same on one process
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

@@ -31,9 +31,11 @@ CAUSES = {
     "gradient flipped": "unknown", "gradients reset": "reset", "other values": "samples",
     "order of one process": "samples", "owned by ranks, not sent": "optimizer", "average of one epoch": "buffers",
     "gradients kept": "stale", "labels smoothed": "loss", "local SGD, copied": "not-averaged",
-    "gathered loss": "no-backward"}
+    "gathered loss": "no-backward",
+    "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
-         "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7}
+         "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
+         "rows by hand, from a buffer": 2}
 
 WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm": None, "weights of each rank": "start",
            "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch",
@@ -55,7 +57,8 @@ def of_one(records, mistake):
     """Return the record of one process that a mistake is compared with."""
     others = {"batchnorm left in eval": "batchnorm on 2", "average on rank 0": "average on 1",
               "average of one epoch": "average on 1",
-              "gradient flipped": "right on 2"}
+              "gradient flipped": "right on 2", "lists, half of a batch": "lists on 1", "lists, padding read":
+              "lists on 1"}
     one = records / others.get(mistake, f"{mistake} on 1")
     return one if one.exists() else records / "right on 1"
 
@@ -67,7 +70,7 @@ def test_every_cause_has_a_mistake_that_shows_it():
 
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
-                                 "cut by hand, replicated"])
+                                 "cut by hand, replicated", "lists"])
 def test_two_ranks_train_the_model_of_one(records, way):
     one = "right" if "cut" in way or "owned" in way else way
     ranks = 4 if "replicated" in way else 2
@@ -83,7 +86,7 @@ def test_the_cause_of_a_mistake_is_named(records, mistake):
     assert (report["verdict"], report["cause"]) == ("different", CAUSES[mistake]), report
     assert report["step"] == STEPS.get(mistake, 1)
     if mistake not in ("fewer epochs", "rank 0 stops"):
-        assert re.search(r"\b[012]\.(weight|bias)$|seen", report["parameter"])
+        assert re.search(r"\b[012]\.(weight|bias)$|seen|layer", report["parameter"])
 
 
 @pytest.mark.parametrize("way", ["cut by hand", "weights of each rank"])
@@ -105,6 +108,14 @@ def test_a_draw_is_named_and_a_slice_is_not_taken_for_an_output_that_differs(rec
     site, = draws_that_differ(right, dropout, 0)
     assert re.fullmatch(r"mistakes\.py:\d+ \(torch\)", site) and not draws_that_differ(right, cut, 0)
     assert not first_value(right, cut, 0)
+
+
+def test_padded_outputs_of_other_lengths_are_not_said_to_agree(records):
+    """Each rank pads the samples, which the loader delivers as a list, to its own longest one."""
+    folders = [records / name for name in ("lists on 1", "lists, padding read on 2")]
+    report = trace(verify.compare(*folders), *map(Run.read, folders, "AB"))
+    assert "equal samples" in report["message"]
+    assert "the output of Padded has another size" in report["message"] and "agree" not in report["message"]
 
 
 def test_the_answer_names_the_input_that_differs_and_the_draw(records):
@@ -353,7 +364,7 @@ def test_meshes_of_a_language_model_train_the_same(tmp_path, scripts):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("file", "right", "wrong", "cause", "fact"), [
     ("language/train_CP.py", "            targets = model.part(targets)",
-     "            targets = targets[:, :args.length // 2]", "uneven-mean", "so the loss differs, as with other labels"),
+     "            targets = targets[:, :args.length // 2]", "uneven-mean", "so the loss differs"),
     ("language/gpt.py", "angles = positions[:, None]", "angles = every[:len(positions), None]", "forward",
      "the output of model.layers.0.self_attn.o_proj differs"),
     ("language/train_CP.py", "        dist.reduce_scatter(part, parts, group=ctx.group)",
