@@ -255,6 +255,11 @@ def samples(diff):
     return fact + ", and the other steps have none in common: the values may differ, too" * (not one & two)
 
 
+def batchnorm(diff):
+    """With equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests."""
+    return diff.split and not math.isclose(*diff.losses, rel_tol=1e-9) and flagged("batchnorm", diff)
+
+
 def no_backward(diff):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
     if diff.ours and diff.theirs and len(diff.left) != len(diff.right) and math.isclose(*diff.losses, rel_tol=1e-9):
@@ -353,7 +358,7 @@ RULES = [
     ("buffers", computed_inputs), ("set-epoch", set_epoch), ("samples", samples),
     # from here on, the samples are equal, or they were not seen
     ("reset", lambda diff: "reset" in diff.b.flags ^ diff.a.flags and "gradients are zero before a later micro-batch"),
-    ("batchnorm", lambda diff: diff.split and flagged("batchnorm", diff)), ("no-backward", no_backward),
+    ("batchnorm", batchnorm), ("no-backward", no_backward),
     ("buffers", buffers), ("uneven-mean", reweighted), ("random", lambda diff: flagged("random", diff)),
     ("forward", forward),
     # fallbacks: they hold for most differences of the loss, so the answer says "not sure"

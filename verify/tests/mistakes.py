@@ -27,7 +27,8 @@ MISTAKES = [
     "mean without backward", "average on rank 0", "average", "buffer of a share", "gradient flipped", "gradients reset",
     "batchnorm at rest", "other values", "order of one process", "owned by ranks", "owned by ranks, not sent",
     "average of one epoch", "gradients kept", "labels smoothed", "noise of each rank", "local SGD", "local SGD, copied",
-    "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer"]
+    "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer",
+    "batchnorm without backward"]
 WAYS = ["well", "keywords", "nan", "by-hand"]
 
 
@@ -69,6 +70,17 @@ class SumAgain(Sum):
     @staticmethod
     def backward(ctx, grad):
         return Sum.forward(ctx, grad)
+
+
+class OwnSync(nn.BatchNorm1d):
+    """Normalizes with the sums of all ranks, through which no gradient passes."""
+
+    def forward(self, x):
+        sums = torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        mean = sums[0] / sums[2]
+        return (x - mean) / (sums[1] / sums[2] - mean.square() + self.eps).sqrt() * self.weight + self.bias
 
 
 class Padded(nn.Module):
@@ -113,7 +125,8 @@ def train_on_lists(mistake, rank, world):
 
 def train(mistake, rank, world):
     torch.manual_seed(rank if mistake == "weights of each rank" else 0)
-    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
+    norm = OwnSync if mistake == "batchnorm without backward" else nn.BatchNorm1d
+    layers = [nn.Linear(4, 8), norm(8) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
     nn.init.zeros_(layers[0].bias)
     model = nn.Sequential(*layers)
     cut = "cut" in mistake
@@ -276,7 +289,7 @@ if __name__ == "__main__":
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
-             "rows by hand, from a buffer"}  # same on one process
+             "rows by hand, from a buffer", "batchnorm without backward"}  # same on one process
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

@@ -32,7 +32,8 @@ CAUSES = {
     "order of one process": "samples", "owned by ranks, not sent": "optimizer", "average of one epoch": "buffers",
     "gradients kept": "stale", "labels smoothed": "loss", "local SGD, copied": "not-averaged",
     "gathered loss": "no-backward",
-    "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers"}
+    "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers",
+    "batchnorm without backward": "no-backward"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
          "rows by hand, from a buffer": 2}
