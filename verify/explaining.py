@@ -209,11 +209,15 @@ def group_scale(diff):
 
 def computed_inputs(diff):
     """The samples are inputs of models, which the program may compute with a buffer, such as running statistics."""
-    batches = [batch for state in diff.left + diff.right for batch in state["batches"]]
-    if equal(diff.ours, diff.theirs) or "batchnorm" in diff.flags or any(batch[0] != INPUTS for batch in batches):
+    if equal(diff.ours, diff.theirs) or "batchnorm" in diff.flags or not are_inputs(diff.left + diff.right):
         return None
     found = [apart(diff.left[0]["unoptimized"], state["unoptimized"], EQUAL, ("buffer",)) for state in diff.right]
     return found and found[0] and f"{UNSURE}the inputs of the model differ, and so does {found[0][0]}"
+
+
+def are_inputs(states):
+    """Return whether all samples are inputs of models, because no loader has delivered them."""
+    return all(batch[0] == INPUTS for state in states for batch in state["batches"])
 
 
 def set_epoch(diff):
@@ -247,7 +251,8 @@ def samples(diff):
     labels = [[sorted(label for state in run.states(step) for label in state["labels"]) for step in steps]
               for run in (diff.a, diff.b)]
     common = len({f"{value:.6g}" for value in diff.ours} & {f"{value:.6g}" for value in diff.theirs})
-    fact = f"{common} of the step's {len(diff.ours)} samples are in both runs"
+    kind = "inputs of models" if are_inputs(diff.left + diff.right) else "samples"
+    fact = f"{common} of the step's {len(diff.ours)} {kind} are in both runs"
     if one == two:
         return f"{fact}; all steps together read the same samples, in a different order"
     if any(map(any, labels[0])) and all(map(equal, *labels)):
@@ -461,13 +466,14 @@ def trace(report, a, b):
         cause, fact = "samples", fact or "the program draws other random numbers for this step"  # not in the model
     elif cause in ("uneven-mean", "loss", "unknown") and value and place != SIZES:
         cause = ("forward", "samples", "loss")[value[2] if "input" in value[0] else 0]
-    elif cause == "samples":
+    elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
         fact = ""
     elif value == ():
         part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
         fact = f"the outputs of all modules agree, so the {part} differs"
+    message = report["message"].removeprefix(UNSURE) if cause == "loss" and value == () else report["message"]
     changed = {"cause": cause, "message": f"{fact}: {remedy(cause)}{said}"} if cause != report["cause"] else {
-        "message": report["message"] + f"\n{fact}" * bool(fact) + said}
+        "message": message + f"\n{fact}" * bool(fact) + said}
     return {**report, **changed}
 
 

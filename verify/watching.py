@@ -9,7 +9,8 @@ from .records import EQUAL, NOISE, REACHED, Run, equal, gap, worst
 def watch(folder, failure=None):
     """Return a report on the run recorded in `folder`; the verdict is "sound", "unsound" or "not comparable"."""
     run = Run.read(folder, "the run")
-    report = {"verdict": "sound", "steps": [run.length], "ranks": [len(run.ranks)], "findings": [], "message": ""}
+    report = {"verdict": "sound", "cause": None, "message": "", "findings": [], "steps": [run.length],
+              "ranks": [len(run.ranks)]}
     if not run.length or run.doubled:
         why = "its processes did not join one group, or it restarted" if run.doubled else "it took no optimizer step"
         return {**report, "verdict": "not comparable", "message": f"{why}\n{failure or ''}".strip()}
@@ -20,7 +21,9 @@ def watch(folder, failure=None):
         report["findings"].append({"cause": cause, "step": step, "message": f"{evidence}: {remedy(cause)}"})
     if failure and not report["findings"]:
         return {**report, "verdict": "not comparable", "message": f"the command failed: {failure}"}
-    return {**report, "verdict": "unsound" if report["findings"] else "sound"}
+    if report["findings"]:
+        return {**report, "verdict": "unsound", "cause": report["findings"][0]["cause"]}
+    return report
 
 
 def replicas(run, limits):
