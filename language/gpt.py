@@ -112,6 +112,12 @@ class Trunk(nn.Module):
         return self.norm(x)
 
 
+class Head(nn.Linear):
+    """The last layer of an untied model. Logits reads its weight and does not call it, so it is no FSDP2 unit."""
+
+    forward = nn.Module.forward  # layers_of() takes it for a mere container, so the root's unit gathers its weight
+
+
 class Logits(nn.Module):
     """The last layer, (N, T, width) -> (N, T, vocabulary); in a tied model, its `weight` is the embedding's."""
 
@@ -135,7 +141,7 @@ class GPT(nn.Module):
         super().__init__()
         vocabulary = size.vocabulary or vocabulary + -vocabulary % 64
         self.size, self.end, self.model = size, end, Trunk(size, vocabulary)
-        self.lm_head = None if size.tied else nn.Linear(size.width, vocabulary, bias=False)
+        self.lm_head = None if size.tied else Head(size.width, vocabulary, bias=False)
         self.logits, self.positions, self.attend = Logits(), None, attend
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:

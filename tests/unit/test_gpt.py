@@ -3,10 +3,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common import layers, shards
 from language import gpt
 
 SIZE = gpt.Size(32, 2, 4, 2, 48, base=50.0)
@@ -140,3 +143,22 @@ def test_a_text_is_drawn_from_what_the_model_says_next():
     text = bytes(tokens[0].tolist()).decode(errors="replace")
     said = gpt.write(model, "def ", 40, 16, seed=3)
     assert len(said) == len(text) and all(one == other for one, other in zip(said, text) if other.isprintable())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sharded_model_computes_the_same(group, tied):
+    """With a vocabulary so large that its two matrices could be units: both are read from outside of their layers."""
+    torch.manual_seed(0)
+    tokens, whole = torch.randint(500, (2, 9)), gpt.GPT(SIZE._replace(tied=tied), 512)
+    model = gpt.GPT(SIZE._replace(tied=tied), 512)
+    model.load_state_dict(whole.state_dict())
+    mesh = dist.init_device_mesh("cpu", (1,))
+    units = [*shards.units(layers.blocks(model), True)]
+    assert [block for block, _ in units] == [*model.model.layers]
+    for block, reshard in units:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    for each in (model, whole):
+        gpt.loss(each(tokens), tokens).backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
