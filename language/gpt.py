@@ -254,11 +254,13 @@ def operations(model: GPT, length: int) -> int:
     """Return the number of floating-point operations to train on one token of a window: 6 N + 12 L H Q T.
 
     The formula is from PaLM's appendix B (arXiv:2204.02311): N parameters in matrix products, L layers, H heads of
-    width Q, and T = `length`. It counts all of attention, although a causal kernel skips half of it.
+    width Q, and T = `length`. It counts all of attention, although a causal kernel skips half of it. A parameter that
+    is frozen, as with adapters, counts 4 times: it passes gradients back, but has none.
     """
-    embedding = 0 if model.size.tied else model.model.embed_tokens.weight.numel()
-    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1) - embedding
-    return 6 * parameters + 12 * model.size.layers * model.size.width * length
+    embedding = None if model.size.tied else model.model.embed_tokens.weight
+    products = [parameter for parameter in model.parameters() if parameter.ndim > 1 and parameter is not embedding]
+    passes = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in products)
+    return passes + 12 * model.size.layers * model.size.width * length
 
 
 def utilization(model: GPT, length: int, speed: float, device: torch.device) -> str:

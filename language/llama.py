@@ -58,7 +58,7 @@ def load_weights(model: gpt.GPT, path: str) -> None:
     if (folder / "config.json").exists():
         wanted = config(model.size, len(model.model.embed_tokens.weight))
         _require_equal(f"--weights {path}", _read_config(folder), wanted, f"; try --model {folder}")
-    models.load_weights(model, path, _read(path))
+    models.load_weights(model, path, read(path))
 
 
 def config(size: gpt.Size, vocabulary: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _library(option: str) -> Any:
         raise UsageError(f"{option}: needs the package safetensors: pip install safetensors") from None
 
 
-def _read(path: str) -> dict[str, Tensor]:
+def read(path: str) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors file, or of all such files in a folder."""
     library, index = _library(f"--weights {path}"), Path(path, "model.safetensors.index.json")
     try:
@@ -104,6 +104,19 @@ def _read(path: str) -> dict[str, Tensor]:
         return {name: tensor for file in files for name, tensor in library.torch.load_file(file).items()}
     except (OSError, ValueError, KeyError, library.SafetensorError) as error:
         raise UsageError(f"--weights {path}: {reason(error)}") from None
+
+
+def write(folder: str, described: dict[str, dict[str, Any]], tensors: dict[str, dict[str, Tensor]]) -> None:
+    """Write the contents of JSON and of .safetensors files, by their names, into a folder."""
+    library = _library(folder)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in described.items():
+            Path(folder, name).write_text(json.dumps(content, indent=2) + "\n")
+        for name, content in tensors.items():
+            library.torch.save_file(content, Path(folder, name), {"format": "pt"})
+    except (OSError, library.SafetensorError) as error:
+        raise UsageError(f"{folder}: {reason(error)}") from None
 
 
 def main() -> None:
@@ -121,14 +134,8 @@ def main() -> None:
         raise UsageError(f"{args.checkpoint}: its tensors are not those of this --model")
     described = config(args.model, rows) | {"architectures": ["LlamaForCausalLM"], "dtype": "float32",
                                             "bos_token_id": None, "eos_token_id": args.model.end}
-    folder, library = Path(args.folder), _library(args.folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        library.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    except (OSError, library.SafetensorError) as error:
-        raise UsageError(f"{folder}: {reason(error)}") from None
-    print(f"{folder}: {len(weights)} tensors")
+    write(args.folder, {"config.json": described}, {"model.safetensors": weights})
+    print(f"{args.folder}: {len(weights)} tensors")
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def load(path):
 def distance(left, right):
     """Return the greatest difference between any two weights of two checkpoints."""
     left, right = load(left)["model"], load(right)["model"]
-    assert left.keys() == right.keys()
+    assert left.keys() == right.keys() and left.pop("_extra_state", None) == right.pop("_extra_state", None)
     return max((left[name].double() - right[name].double()).abs().max().item() for name in left)
 
 
