@@ -23,7 +23,7 @@ from common.errors import UsageError, reason
 
 from . import gpt, text
 
-DATASETS = ["stdlib", "chat"]
+DATASETS, KINDS = ["stdlib", "chat"], ["training", "validation"]
 IGNORED = -100  # the target at each place whose next token does not count; cross_entropy() leaves it out
 FUNCTION = re.compile(  # a function's signature and docstring, and its body; `i` is the indentation
     r'^(?P<prompt>(?P<i> *)def \w+\([^()]*(?:\([^()]*\)[^()]*)*\)[^\n:]*:\n'
@@ -145,19 +145,22 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
     Pairs of more than `length` tokens are dropped or cut, as `too_long` says. `vocabulary` is the size of the model's
     vocabulary, or None if the model accepts any. Raises UsageError, naming file and line, for what cannot be used.
     """
-    coder = Published(tokenizer) if tokenizer else Bytes()
-    found: list[Any] = text.standard_library() if name == "stdlib" else list(_read(Path(path)))
-    cut = len(found) - max(1, len(found) // 20)
-    sets = []
-    for kind, part, most in (("training", found[:cut], count), ("validation", found[cut:], count and -(-count // 8))):
-        rows = list(_functions(part)) if name == "stdlib" else part
-        pairs = [_check(where, encode(where, row, coder), length, too_long, vocabulary) for where, row in rows]
+    coder, sets = Published(tokenizer) if tokenizer else Bytes(), []
+    for kind, rows, most in zip(KINDS, read(name, path), (count, count and -(-count // 8))):
+        pairs = [check(where, encode(where, row, coder), length, too_long, vocabulary) for where, row in rows]
         kept = [pair for pair in pairs if pair]
         if not kept:
             raise UsageError(f"--length {length}: there are {len(pairs)} pairs for {kind}, and none fits")
         sets.append(Pairs(kept, coder, length, most, chat=not isinstance(rows[0][1].get("prompt"), str)))
         sets[-1].dropped = len(pairs) - len(kept)
     return sets[0], sets[1]
+
+
+def read(name: str, path: str) -> list[list[tuple[str, dict[str, Any]]]]:
+    """Return the rows of `name` for training and for validation: for each, its place in words and its content."""
+    found: list[Any] = text.standard_library() if name == "stdlib" else list(_read(Path(path)))
+    cut = len(found) - max(1, len(found) // 20)
+    return [list(_functions(part)) if name == "stdlib" else part for part in (found[:cut], found[cut:])]
 
 
 def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
@@ -170,7 +173,7 @@ def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
         return _count(coder, whole, [(row["prompt"], whole)], chat=False)
     before: Any = [] if "messages" in row else row.get("prompt")
     after: Any = row["messages"] if "messages" in row else row.get("completion")
-    if not _are_messages(before) or not _are_messages(after):
+    if not are_messages(before) or not are_messages(after):
         raise UsageError(f"{where}: needs messages, a list of objects with the texts role and content, or prompt and "
                          f"completion; it has {', '.join(row) or 'nothing'}")
     messages = before + after
@@ -192,7 +195,8 @@ def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
     return _count(coder, whole, spans, chat=True)
 
 
-def _are_messages(value: Any) -> bool:
+def are_messages(value: Any) -> bool:
+    """Return whether `value` is a list of objects with the texts role and content."""
     return isinstance(value, list) and all(isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(
         each.get("content"), str) for each in value)
 
@@ -217,7 +221,7 @@ def _shared(one: list[int], other: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(one, other)))
 
 
-def _check(where: str, pair: Pair, length: int, too_long: str, vocabulary: int | None) -> Compact | None:
+def check(where: str, pair: Pair, length: int, too_long: str, vocabulary: int | None) -> Compact | None:
     """Return a pair that fits into a window of `length` inputs, or None if it is to be dropped."""
     tokens, counted, prompt = pair
     if vocabulary and max(tokens) >= vocabulary:

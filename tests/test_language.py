@@ -47,9 +47,14 @@ STARTS = {
     "adapters of 4": ("train_LoRA.py", 4, *PAIRS, "--accum-steps", "3", "--activation-checkpointing", "--replicas",
                       "2"),
     "one, adapters, clipped": ("train_LoRA.py", 1, *PAIRS, *CLIP),
-    "adapters, clipped": ("train_LoRA.py", 3, *PAIRS, *CLIP, "--reshard-after-forward", "no")}
+    "adapters, clipped": ("train_LoRA.py", 3, *PAIRS, *CLIP, "--reshard-after-forward", "no"),
+    "one, preferences, clipped": ("train_DPO.py", 1, *PAIRS, *CLIP),
+    "preferences of 2": ("train_DPO.py", 2, *PAIRS, *CLIP, "--accum-steps", "3"),
+    "preferences of 3": ("train_DPO.py", 3, *PAIRS, *CLIP),
+    "preferences of 4": ("train_DPO.py", 4, *PAIRS, *CLIP, "--accum-steps", "3", "--activation-checkpointing",
+                         "--replicas", "2")}
 DAILY = ["two", "combined", "sharded", "tensor 2", "context 2", "pipeline 2"]
-DRILLS = ["experts of 1 group", "pairs of 2", "adapters of 2"]  # by day, only their launch
+DRILLS = ["experts of 1 group", "pairs of 2", "adapters of 2", "preferences of 2"]  # by day, only their launch
 OTHERS = [name for name in STARTS if name not in [*DAILY, *DRILLS] and not name.startswith("one")]
 
 
@@ -57,8 +62,8 @@ def words(name):
     """Return the command of a run in STARTS."""
     script, processes, *options = STARTS[name]
     options = [*OPTIONS, *options]
-    if script in ("train_SFT.py", "train_LoRA.py"):
-        options.remove("--document-mask")  # it always has one
+    if script in ("train_SFT.py", "train_LoRA.py", "train_DPO.py"):
+        options.remove("--document-mask")  # they need no such choice
     return [*command(f"language/{script}", processes), *options]
 
 
@@ -98,7 +103,7 @@ def agree(left, right):
     *DAILY, *(pytest.param(name, marks=pytest.mark.drill) for name in DRILLS),
     *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_trains_the_model_of_one_process(trained, name):
-    kind = next((kind for kind in (", experts", ", pairs", ", adapters") if kind[2:] in name), "")
+    kind = next((kind for kind in (", experts", ", pairs", ", adapters", ", preferences") if kind[2:] in name), "")
     kind += ", clipped" if "--clip-norm" in STARTS[name] else ""
     one, said = trained("one" + kind)
     several, said_too = trained(name)
@@ -137,7 +142,8 @@ def test_what_the_model_writes_cannot_control_a_terminal():
 @pytest.mark.parametrize(("before", "after"), [
     ("one", "three of four"), ("pipeline 2, context 2", "one"), ("pipeline 4, tensor 2", "context 2"),
     ("one, experts", "experts of 2 groups"), ("experts of 1 group", "one, experts"), ("one, pairs", "pairs of 2"),
-    ("adapters of 3", "one, adapters"), ("one, adapters", "adapters of 2")])
+    ("adapters of 3", "one, adapters"), ("one, adapters", "adapters of 2"),
+    ("one, preferences, clipped", "preferences of 2")])
 def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
     good(run(*words(after), "--output-dir", tmp_path, "--resume", trained(before)[0] / "epoch-001.pt", env=FLOAT64))
     if STARTS[after][0] == "train_4D.py":

@@ -45,6 +45,7 @@ SMALL = {"minimal/": ["--device", "cpu", "--output", "best.pt", "--epochs", "2"]
          "loader": ["--device", "cpu", "--workers", "0", "--epochs", "2"],
          "language/train_LoRA": ["--batch-size", "24", "--windows", "104", "--length", "128", "--sample", ""],
          "language/train_SFT": ["--batch-size", "24", "--windows", "104", "--length", "128", "--sample", ""],
+         "language/train_DPO": ["--batch-size", "24", "--windows", "104", "--length", "128", "--sample", ""],
          "language/": ["--batch-size", "24", "--windows", "104", "--length", "32", "--sample", ""],
          "detection/": ["--batch-size", "128", "--image-size", "32"],
          "train_amp": ["--batch-size", "480"],  # bf16 is slow on many CPUs

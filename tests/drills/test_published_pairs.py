@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.errors import UsageError
-from language import gpt, llama, pairs
+from language import gpt, llama, pairs, preferences
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {% if message.role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}\
@@ -108,3 +108,42 @@ def test_the_loss_of_published_weights_is_that_of_transformers(transformers, sav
     assert pairs.sum_loss(model(inputs), targets).item() == pytest.approx(expected.item(), rel=1e-5)  # in float32 there
     said = pairs.answer(model.float(), train, "2 + 2?", 0)
     assert said.startswith("<|begin|><|start|>user\n2 + 2?<|end|>\n<|start|>assistant\n")
+
+
+@pytest.mark.parametrize("rows", [
+    [{"prompt": CHAT[:4], "chosen": CHAT[4:], "rejected": [{"role": "assistant", "content": words}]}
+     for words in ("six", "seven, or perhaps eight")],
+    [{"chosen": CHAT[:3], "rejected": [*CHAT[:2], {"role": "assistant", "content": "nobody knows"}]}] * 3,
+    [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " five"}, {"prompt": "one", "chosen": " two", "rejected": "!"}]])
+def test_the_loss_of_preferences_is_that_of_trl(transformers, save, tmp_path, rows):
+    trl = pytest.importorskip("trl", reason="no TRL: pip install -r requirements/drill.txt")
+    from datasets import Dataset
+
+    folder, both = save(TEMPLATE), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        both.append(transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=48, rms_norm_eps=1e-5, tie_word_embeddings=True, initializer_range=0.3)).double())
+        both[-1].save_pretrained(tmp_path / str(seed))
+    model, reference = both
+    args = trl.DPOConfig(str(tmp_path / "trl"), beta=0.05, per_device_train_batch_size=len(rows), use_cpu=True,
+                         bf16=False, report_to=[])
+    trainer = trl.DPOTrainer(model, reference, args, train_dataset=Dataset.from_list(rows),
+                             processing_class=transformers.AutoTokenizer.from_pretrained(folder))
+    wanted = trainer.compute_loss(model, next(iter(trainer.get_train_dataloader())))
+
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
+    train, _ = preferences.create_datasets("chat", str(tmp_path / "chat.jsonl"), folder, 400, None, "drop", 300)
+    torch.set_default_dtype(torch.float64)
+    try:
+        ours = [gpt.GPT(llama.size(str(tmp_path / "0")), train.vocabulary) for _ in both]
+        for number, each in enumerate(ours):
+            llama.load_weights(each, str(tmp_path / str(number)))
+        train.measure(preferences.Margins(ours[1], 0.05), 2, torch.device("cpu"))
+        margins = preferences.Margins(ours[0], 0.05)(*train.__getitems__(range(len(train))))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(train) == len(rows) and wanted > 0.01
+    loss = preferences.sum_loss(margins).item() / len(rows)
+    assert loss == pytest.approx(wanted.item(), rel=1e-5)  # in float32 there

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT, SCRIPTS, load
+from conftest import ROOT, SCRIPTS, load, same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_yours import EDITS, put_in
 from torch.distributed.fsdp import FSDPModule
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
 from common import datasets, errors, models
-from language import gpt, pairs, text
+from language import gpt, pairs, preferences, text
 
 
 @pytest.fixture
@@ -355,6 +355,55 @@ def test_each_token_of_an_answer_has_the_same_weight(script, tmp_path, capsys):
         assert len(val) > 1 and said.splitlines()[-1].startswith("ask")  # a prompt and what the model answers
     args.accum_steps = len(train) + 1
     with pytest.raises(errors.UsageError, match=f"--accum-steps {len(train) + 1} > {len(train)} windows per process"):
+        module.main(args)
+
+
+def test_preferences_are_relative_to_the_starting_weights(script, tmp_path, monkeypatch, capsys):
+    """In the first step, the reference is the model. Also after a resume, margins are relative to the first weights."""
+    rows = [{"prompt": "ask", "chosen": "b" * (number * 7 % 29 + 1), "rejected": "c" * (number * 5 % 23 + 1)}
+            for number in range(60)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    module, args = script("language.train_DPO", "--dataset", "chat", "--data-path", tmp_path / "chat.jsonl", "--length",
+                          "32", "--batch-size", "57", "--warmup-steps", "0", "--lr", "0.002", "--beta", "0.3")
+    torch.manual_seed(args.seed)
+    start = gpt.GPT(args.model, 256)
+    train, val = (preferences.create_datasets("chat", args.data_path, None, 32, None, "drop")[part] for part in (0, 1))
+
+    def gains(model, dataset):
+        """Return log p(chosen) - log p(rejected) for each pair."""
+        sums = []
+        for tokens, targets in zip(dataset.inputs.reshape(-1, 32), dataset.targets.reshape(-1, 32), strict=True):
+            tokens, targets = (torch.from_numpy(part).long() for part in (tokens, targets))
+            scores = model(tokens[None])[0].log_softmax(1)
+            sums.append(sum(scores[place, targets[place]] for place in range(32) if targets[place] >= 0))
+        return torch.stack(sums[::2]) - torch.stack(sums[1::2])
+
+    before = gains(start, val).detach()
+    (gains(start, train).mean() * -0.3 / 2).backward()  # the slope of -log(sigmoid(x)) at 0 is -1 / 2
+    wanted = [parameter.grad for parameter in start.parameters() if parameter.ndim > 1]
+    for args.accum_steps in (1, 3):
+        module.main(args)
+        content, said = load(tmp_path / "last.pt"), capsys.readouterr().out
+        for number, gradient in enumerate(wanted):
+            torch.testing.assert_close(content["optimizer"]["state"][number]["exp_avg"] / 0.1, gradient, rtol=1e-3,
+                                       atol=1e-5)
+        assert f" x {args.accum_steps} micro-batch(es) x " in said and "  loss 0.6931  " in said
+    args.resume, args.epochs = tmp_path / "last.pt", 4
+    module.main(args)
+    again, said = load(tmp_path / "last.pt"), capsys.readouterr().out
+    assert same(content["reference"], again["reference"]) and same(content["val_reference"], again["val_reference"])
+    model = gpt.GPT(args.model, 256)
+    model.load_state_dict(again["model"])
+    margins = 0.3 * (gains(model, val).detach() - before)
+    assert len(margins) == 3 and 0.01 < margins.abs().min()
+    shown = re.findall(r"val_loss (\S+)  margin (\S+)  accuracy (\S+)", said)[-1]
+    expected = [-F.logsigmoid(margins).mean(), margins.mean(), (margins > 0).float().mean()]
+    assert list(map(float, shown)) == pytest.approx([each.item() for each in expected], abs=2e-4)
+    args.evaluate, args.resume = True, tmp_path / "last.pt"
+    module.main(args)
+    assert f"val_loss {shown[0]}  margin {shown[1]}  accuracy {shown[2]}\n" in capsys.readouterr().out
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows[::-1])))
+    with pytest.raises(errors.UsageError, match="its reference does not fit; check the options of the model, the data"):
         module.main(args)
 
 
