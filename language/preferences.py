@@ -3,6 +3,7 @@
 A row of a file has TRL's names: `prompt`, `chosen` and `rejected`, which are texts or lists of messages. pairs.py makes
 tokens of them, as if each answer were the completion of the prompt.
 """
+import bisect
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
@@ -109,7 +110,7 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
                     vocabulary: int | None = None) -> tuple[Preferences, Preferences]:
     """Return the training and validation pairs; the arguments are those of pairs.create_datasets().
 
-    - "stdlib": the rejected answer is the body of another function, of the same set.
+    - "stdlib": the rejected answer is the body of another function of the same set, at least twice as long.
     - "chat": the file `path` has prompt, chosen and rejected in each line, or chosen and rejected that begin equally.
 
     A prompt with either answer has at most `length` tokens. There are at most `count` pairs. Raises UsageError, naming
@@ -123,19 +124,18 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
         if not kept:
             raise UsageError(f"--length {length}: there are {len(found)} pairs for {kind}, and none fits")
         chat = not isinstance(rows[0][1]["prompt"], str)
-        random.Random(0).shuffle(kept)  # so that the first `count` are not the shortest
+        random.Random(0).shuffle(kept)  # so that the first `count` are not those of the same files
         sets.append(Preferences(kept[:most], coder, length, len(found) - len(kept), chat))
     return sets[0], sets[1]
 
 
 def _reject(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield rows of functions with another body: the next one in length that differs, so that length says nothing."""
-    order = sorted(rows, key=lambda row: len(row[1]["completion"]))
-    for place, (where, row) in enumerate(order):
-        for _, other in order[place + 1:] + order[:place][::-1]:
-            if other["completion"] != row["completion"]:
-                yield where, {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
-                break
+    """Yield rows of functions with another body: the shortest that is at least twice as long, if there is one."""
+    bodies = sorted({row["completion"] for _, row in rows}, key=lambda body: (len(body), body))
+    for where, row in rows:
+        place = bisect.bisect_left(bodies, 2 * len(row["completion"]), key=len)
+        if place < len(bodies):
+            yield where, {"prompt": row["prompt"], "chosen": row["completion"], "rejected": bodies[place]}
 
 
 def _split(where: str, row: dict[str, Any]) -> dict[str, Any]:

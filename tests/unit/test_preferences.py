@@ -74,18 +74,17 @@ def test_a_pair_is_dropped_if_one_answer_is_too_long(tmp_path):
         read(tmp_path, *rows, vocabulary=120)
 
 
-def test_a_function_is_rejected_for_the_next_longer_one_that_differs(monkeypatch):
+def test_the_rejected_body_is_another_one_at_least_twice_as_long(monkeypatch):
     def source(*names):
         return "".join(f'def {name}():\n    """It."""\n    return {name}\n' for name in names).encode()
 
     same = b'def x():\n    """It."""\n    return one\n'
-    monkeypatch.setattr("language.text.standard_library", lambda: [source("one", "three", "four"), same,
-                                                                   source("val_one", "val_three")])
-    train, val = preferences.create_datasets("stdlib", "", None, 99, None, "drop")
+    monkeypatch.setattr("language.text.standard_library", lambda: [source("one", "x" * 20, "y" * 60), same,
+                                                                   source("v", "w" * 20)])
+    train, val = preferences.create_datasets("stdlib", "", None, 150, None, "drop")
     found = [[answer.removeprefix("    return ").rstrip("\n\0") for _, answer in both]
              for both in texts(train) + texts(val)]
-    assert sorted(found) == [["four", "three"], ["one", "four"], ["one", "four"], ["three", "four"],
-                             ["val_one", "val_three"], ["val_three", "val_one"]]
+    assert sorted(found) == [["one", "x" * 20], ["one", "x" * 20], ["v", "w" * 20], ["x" * 20, "y" * 60]]
 
 
 @pytest.fixture
