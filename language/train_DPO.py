@@ -1,4 +1,4 @@
-"""Align a language model with preferences: DPO on pairs of a chosen and a rejected answer (arXiv:2305.18290).
+"""Align a language model with pairs of a chosen and a rejected answer: DPO (arXiv:2305.18290).
 
     torchrun --nproc-per-node=2 -m language.train_DPO --weights runs/best.pt --output-dir runs/dpo
     torchrun --nproc-per-node=8 -m language.train_DPO --dataset chat --data-path FILE.jsonl \
@@ -63,7 +63,7 @@ def parse_args():
     parser.add_argument("--accum-steps", type=cli.positive_int, default=1, help="micro-batches per step")
 
     # new # DPO
-    parser.add_argument("--beta", type=cli.positive, default=0.1, help="higher: stay closer to the reference")
+    parser.add_argument("--beta", type=cli.positive, default=0.1, help="higher: closer to the reference")
 
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
