@@ -137,6 +137,8 @@ class GPT(nn.Module):
     The attribute `attend`, a function (q, k, v, mask), must then fetch the keys and values of the other positions.
     """
 
+    positions: Tensor | None
+
     def __init__(self, size: Size, vocabulary: int, end: int | None = None) -> None:
         super().__init__()
         vocabulary = size.vocabulary or vocabulary + -vocabulary % 64

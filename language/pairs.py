@@ -105,7 +105,7 @@ class Pairs:
         random.Random(0).shuffle(windows)  # so that the first `count` are not those of the longest pairs
         windows = windows[:count]
         self.inputs = np.zeros((len(windows), 2, length), np.int32)
-        self.targets = np.full((len(windows), length), IGNORED, np.int32)
+        self.targets: np.ndarray = np.full((len(windows), length), IGNORED, np.int32)
         self.size, self.dropped = sum(map(len, windows)), 0
         for row, window in enumerate(windows):
             start = 0
@@ -193,6 +193,20 @@ def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
     return _count(coder, whole, spans, chat=True)
+
+
+def ask(where: str, row: dict[str, Any], coder: Bytes | Published, vocabulary: int | None) -> list[int]:
+    """Return the tokens of the prompt in a row, after which a model writes its answer."""
+    prompt, chat = row.get("prompt"), not isinstance(row.get("prompt"), str)
+    if not prompt or chat and not are_messages(prompt):
+        raise UsageError(f"{where}: needs a prompt, a text or a list of objects with the texts role and content")
+    try:
+        tokens = coder.encode(coder.render(prompt, True) if chat else prompt, chat)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+    if vocabulary and max(tokens) >= vocabulary:
+        raise UsageError(f"{where}: has token {max(tokens)}, and the model's vocabulary ends at {vocabulary - 1}")
+    return tokens
 
 
 def are_messages(value: Any) -> bool:

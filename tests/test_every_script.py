@@ -48,7 +48,7 @@ def test_a_launch_trains_and_saves(request, script):
     if script.startswith("loader"):
         assert re.search(r"epoch   3/3  \d+ pairs", result.out) and list(folder.glob("out/pairs.png"))
         return
-    assert epochs(result.out)[-1]["loss"] > 0 and [*folder.glob("*.pt"), *folder.glob("step-*/.metadata")]
+    assert epochs(result.out)[-1]["loss"] and [*folder.glob("*.pt"), *folder.glob("step-*/.metadata")]
     if not script.startswith("minimal/"):  # others print a product, such as "2 process" or "1 group(s) of 2 process"
         product = re.search(r"batch \d+ = (.*?) process", result.out)[1]
         assert math.prod(map(int, re.findall(r"\d+", product))) == (1 if script in ALONE else 2)

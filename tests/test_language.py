@@ -17,6 +17,8 @@ OPTIONS = ["--epochs", "2", "--batch-size", "24", "--windows", "104", "--length"
            "1", "--warmup-steps", "5", "--document-mask", "--sample", ""]
 CLIP, EXPERTS, SAMPLE = ["--clip-norm", "0.5"], ["--model", "moe_tiny"], ["--sample", "def "]
 PAIRS = ["--length", "128", "--windows", "52", "--batch-size", "12"]  # a window has a function or a few
+GROUPS = ["--length", "96", "--windows", "24", "--batch-size", "12", "--group", "4", "--max-new", "8",
+          "--updates", "2"]
 STARTS = {
     "one": ("train.py", 1, *SAMPLE), "one, clipped": ("train_TP.py", 1, *CLIP),
     "two": ("train_DDP.py", 2), "three": ("train_DDP.py", 3),
@@ -52,9 +54,13 @@ STARTS = {
     "preferences of 2": ("train_DPO.py", 2, *PAIRS, *CLIP, "--accum-steps", "3"),
     "preferences of 3": ("train_DPO.py", 3, *PAIRS, *CLIP),
     "preferences of 4": ("train_DPO.py", 4, *PAIRS, *CLIP, "--accum-steps", "3", "--activation-checkpointing",
-                         "--replicas", "2")}
+                         "--replicas", "2"),
+    "one, groups": ("train_GRPO.py", 1, *GROUPS),
+    "groups of 2": ("train_GRPO.py", 2, *GROUPS, "--accum-steps", "3"), "groups of 3": ("train_GRPO.py", 3, *GROUPS),
+    "groups of 4": ("train_GRPO.py", 4, *GROUPS, "--accum-steps", "3", "--activation-checkpointing", "--replicas", "2")}
 DAILY = ["two", "combined", "sharded", "tensor 2", "context 2", "pipeline 2"]
-DRILLS = ["experts of 1 group", "pairs of 2", "adapters of 2", "preferences of 2"]  # by day, only their launch
+# by day, only their launch
+DRILLS = ["experts of 1 group", "pairs of 2", "adapters of 2", "preferences of 2", "groups of 2"]
 OTHERS = [name for name in STARTS if name not in [*DAILY, *DRILLS] and not name.startswith("one")]
 
 
@@ -62,7 +68,7 @@ def words(name):
     """Return the command of a run in STARTS."""
     script, processes, *options = STARTS[name]
     options = [*OPTIONS, *options]
-    if script in ("train_SFT.py", "train_LoRA.py", "train_DPO.py"):
+    if script in ("train_SFT.py", "train_LoRA.py", "train_DPO.py", "train_GRPO.py"):
         options.remove("--document-mask")  # they need no such choice
     return [*command(f"language/{script}", processes), *options]
 
@@ -77,7 +83,8 @@ def trained(once):
         script = STARTS[name][0]
 
         def make(folder):
-            result = run(*words(name), "--output-dir", folder, env=STRICT | FLOAT64)
+            start = ["--weights", writer(folder / "writer.pt")] if script == "train_GRPO.py" else []
+            result = run(*words(name), *start, "--output-dir", folder, env=STRICT | FLOAT64)
             for steps, file in ((4, "epoch-001.pt"), (8, "last.pt")) if script == "train_4D.py" else ():
                 dcp_folders.main(folder / f"step-{steps:07}", folder / file)
             return result
@@ -85,6 +92,17 @@ def trained(once):
         return once(f"language {name}", make)
 
     return train
+
+
+def writer(path):
+    """Save weights that write a few signs, so that some answers end, some parse, and some do neither."""
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.SIZES["gpt_tiny"], 256)
+    weight = model.model.embed_tokens.weight.data
+    weight[:, 0] += 0.1  # so for any text, the last layer's input is large there
+    weight[[*b"a1=\n\0"], 0] += 0.75
+    torch.save({"model": model.state_dict()}, path)
+    return path
 
 
 def agree(left, right):
@@ -103,14 +121,15 @@ def agree(left, right):
     *DAILY, *(pytest.param(name, marks=pytest.mark.drill) for name in DRILLS),
     *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_trains_the_model_of_one_process(trained, name):
-    kind = next((kind for kind in (", experts", ", pairs", ", adapters", ", preferences") if kind[2:] in name), "")
+    kinds = ", experts", ", pairs", ", adapters", ", preferences", ", groups"
+    kind = next((kind for kind in kinds if kind[2:] in name), "")
     kind += ", clipped" if "--clip-norm" in STARTS[name] else ""
     one, said = trained("one" + kind)
     several, said_too = trained(name)
     assert distance(one / "epoch-001.pt", one / "last.pt") > 1e-3
     agree(one / "last.pt", several / "last.pt")
-    shown = [[re.sub(r"[\d.]+ s .*", "", line) for line in text.splitlines() if not line.startswith("no sample")]
-             for text in (said.out, said_too.out)]
+    shown = [[re.sub(r"[\d.]+ s .*", "", line) for line in said_here.splitlines()
+              if not line.startswith(("no sample", "weights "))] for said_here in (said.out, said_too.out)]
     assert shown[1][1:] == shown[0][1:len(shown[1])] and len(shown[1]) > 2
 
 
@@ -143,7 +162,8 @@ def test_what_the_model_writes_cannot_control_a_terminal():
     ("one", "three of four"), ("pipeline 2, context 2", "one"), ("pipeline 4, tensor 2", "context 2"),
     ("one, experts", "experts of 2 groups"), ("experts of 1 group", "one, experts"), ("one, pairs", "pairs of 2"),
     ("adapters of 3", "one, adapters"), ("one, adapters", "adapters of 2"),
-    ("one, preferences, clipped", "preferences of 2")])
+    ("one, preferences, clipped", "preferences of 2"),
+    ("one, groups", "groups of 2")])
 def test_a_checkpoint_fits_any_mesh(trained, tmp_path, before, after):
     good(run(*words(after), "--output-dir", tmp_path, "--resume", trained(before)[0] / "epoch-001.pt", env=FLOAT64))
     if STARTS[after][0] == "train_4D.py":

@@ -40,6 +40,7 @@ BUDGETS = {"train_DP.py": 5, "train_DDP.py": 44, "train_mp.py": 18, "train_amp.p
            "train_elastic.py": 46, "train_FSDP.py": 28, "train_TP.py": 16, "train_PP.py": 44, "train_DCP.py": 26,
            "language/train_DDP.py": 3, "language/train_combined.py": 9, "language/train_FSDP.py": 5,
            "language/train_SFT.py": 30, "language/train_LoRA.py": 30, "language/train_DPO.py": 30,
+           "language/train_GRPO.py": 60,
            "language/train_TP.py": 20, "language/train_CP.py": 30, "language/train_EP.py": 41,
            "language/train_4D.py": 40, "detection/train_DDP.py": 4, "detection/train_amp.py": 4,
            "minimal/train_DDP.py": 24, "minimal/train_amp.py": 8, "minimal/train_resume.py": 14,

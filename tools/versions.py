@@ -44,6 +44,8 @@ SMALL = {"minimal/": ["--device", "cpu", "--output", "best.pt", "--epochs", "2"]
          "check": ["--cpu"],
          "loader": ["--device", "cpu", "--workers", "0", "--epochs", "2"],
          "language/train_LoRA": ["--batch-size", "24", "--windows", "104", "--length", "128", "--sample", ""],
+         "language/train_GRPO": ["--batch-size", "24", "--windows", "48", "--length", "128", "--max-new", "16",
+                                 "--sample", ""],
          "language/train_SFT": ["--batch-size", "24", "--windows", "104", "--length", "128", "--sample", ""],
          "language/train_DPO": ["--batch-size", "24", "--windows", "104", "--length", "128", "--sample", ""],
          "language/": ["--batch-size", "24", "--windows", "104", "--length", "32", "--sample", ""],

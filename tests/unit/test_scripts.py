@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import profile
 
 from common import datasets, errors, models
-from language import gpt, pairs, preferences, text
+from language import gpt, pairs, preferences, sampling, text
 
 
 @pytest.fixture
@@ -405,6 +405,52 @@ def test_preferences_are_relative_to_the_starting_weights(script, tmp_path, monk
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows[::-1])))
     with pytest.raises(errors.UsageError, match="its reference does not fit; check the options of the model, the data"):
         module.main(args)
+
+
+def test_a_token_of_an_answer_has_the_weight_of_its_group(script, tmp_path, capsys, monkeypatch):
+    """The only batch has all prompts; after one and two updates, the gradients are those that autograd finds here."""
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"prompt": "a" * (1 + n % 5)}) for n in range(9)))
+    module, args = script("language.train_GRPO", "--dataset", "chat", "--data-path", tmp_path / "chat.jsonl", "--group",
+                          "4", "--max-new", "6", "--batch-size", "8", "--warmup-steps", "0", "--lr", "0.01",
+                          "--clip-ratio", "0.05", "--temperature", "0.7", "--weight-decay", "0", "--sample", "")
+    module.reward = lambda row, text: len(row["prompt"]) * sum(map(str.isascii, text))  # the groups' scales differ
+    train, _ = module.sampling.create_datasets("chat", args.data_path, None, 512, None, "drop", None, (6, 4, 0.7, 0))
+    train.set_epoch(1)
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(args.model, 256)
+    answers = sampling.draw(model, train, *train.__getitems__(range(8)))[1]
+    monkeypatch.setattr(pairs.Bytes, "end_token", int(answers[5, -5]))  # so that an answer ends early
+    inputs, answers, _ = sampling.draw(model, train, *train.__getitems__(range(8)))
+    counted = answers != pairs.IGNORED
+    rewards = sampling.rewards(module.reward, train, torch.arange(8), answers)
+    gain = ((rewards - rewards.mean(1, True)) / rewards.std(1, correction=0, keepdim=True)).view(32, 1)
+    assert 32 < counted.sum() < 32 * 6
+
+    def found():
+        chances = (model(inputs) / 0.7).softmax(2).gather(2, answers.clamp(min=0)[:, :, None])[:, :, 0]
+        return chances, torch.autograd.grad((torch.min(chances / old * gain, (chances / old).clamp(0.95, 1.05) * gain)
+                                             * counted).sum() / -counted.sum(), [*model.parameters()])
+
+    old = torch.ones(())
+    old = found()[0].detach()
+    _, first = found()
+    average = [0.1 * gradient for gradient in first]
+    for args.updates, args.accum_steps in ((1, 1), (1, 3), (2, 1)):
+        module.main(args)
+        content, said = load(tmp_path / "last.pt"), capsys.readouterr().out
+        if args.updates == 2:
+            chances, second = found()
+            assert ((chances / old - 1).abs() * counted > 0.05).any()
+            average = [0.9 * before + 0.1 * gradient for before, gradient in zip(average, second)]
+        states = dict(zip([name for name, _ in model.named_parameters()], average))
+        names = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
+        for number, name in enumerate(names):
+            torch.testing.assert_close(content["optimizer"]["state"][number]["exp_avg"], states[name], rtol=2e-3,
+                                       atol=1e-6)
+        assert content["warmup"]["done"] == args.updates and " differ by up to " not in said
+        assert f"answers in training:  reward {rewards.mean():.4f}  " in said
+        assert re.search(r"\nanswers before training:  reward .+\nanswers after training:  reward ", said)
+        model.load_state_dict(content["model"])
 
 
 def test_the_group_has_the_timeout_of_the_command(script):
