@@ -157,6 +157,12 @@ def mixed():
     layer.weight + torch.ones(4, 4)
 
 
+def invalid_storage():
+    group_of_one()
+    fully_shard(layer := nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    layer.weight.untyped_storage().data_ptr()  # as safetensors does
+
+
 def inplace():
     x = nn.Linear(4, 4)(torch.ones(1, 4)).sigmoid()
     x += 1
@@ -300,7 +306,8 @@ def child():  # torchrun raises this
 ERRORS = [as_file, no_group, no_launcher, no_rank, nccl, port, no_master, missing, local_rank, pickled, unused, twice,
           attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, strides, deepcopy, mixed,
           inplace, two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer, sizes, shared_memory,
-          worker_exits, worker_raises, open_files, workers, batch, prefix, classes, namespace, torn, child]
+          worker_exits, worker_raises, open_files, workers, batch, prefix, classes, namespace, torn,
+          invalid_storage, child]
 
 
 def main():
