@@ -4,20 +4,21 @@ import shutil
 
 import pytest
 import torch
-from conftest import FLOAT64, STRICT, command, distance, epochs, good, load, run, same, whole_file
+from conftest import FLOAT64, PROGRAMS, STRICT, command, distance, epochs, good, load, run, same, whole_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import dcp_folders
 from common.errors import ProcessError, UsageError
-from language import experts, gpt, text
+from language import experts, gpt, llama, text
 
 # 13 windows for validation: no number of processes divides them
 OPTIONS = ["--epochs", "2", "--batch-size", "24", "--windows", "104", "--length", "32", "--seed", "3", "--save-every",
            "1", "--warmup-steps", "5", "--document-mask", "--sample", ""]
 CLIP, EXPERTS, SAMPLE = ["--clip-norm", "0.5"], ["--model", "moe_tiny"], ["--sample", "def "]
-PAIRS = ["--length", "128", "--windows", "52", "--batch-size", "12"]  # a window has a function or a few
-GROUPS = ["--length", "96", "--windows", "24", "--batch-size", "12", "--group", "4", "--max-new", "8",
+TINY = ["--model", str(PROGRAMS / "tiny_llama")]  # these windows are long, and gpt_tiny is slow in float64
+PAIRS = [*TINY, "--length", "128", "--windows", "52", "--batch-size", "12"]  # a window has a function or a few
+GROUPS = [*TINY, "--length", "96", "--windows", "24", "--batch-size", "12", "--group", "4", "--max-new", "8",
           "--updates", "2"]
 STARTS = {
     "one": ("train.py", 1, *SAMPLE), "one, clipped": ("train_TP.py", 1, *CLIP),
@@ -97,7 +98,7 @@ def trained(once):
 def writer(path):
     """Save weights that write a few signs, so that some answers end, some parse, and some do neither."""
     torch.manual_seed(0)
-    model = gpt.GPT(gpt.SIZES["gpt_tiny"], 256)
+    model = gpt.GPT(llama.size(TINY[1]), 256)
     weight = model.model.embed_tokens.weight.data
     weight[:, 0] += 0.1  # so for any text, the last layer's input is large there
     weight[[*b"a1=\n\0"], 0] += 0.75
