@@ -4,7 +4,7 @@
     python -m language.lora runs/best.pt merged.pt --weights PATH
 
 The first command writes adapter_config.json and adapter_model.safetensors, which `peft` loads. The second adds the
-adapters to the weights in PATH, which train_LoRA.py had, and writes a file for --weights and for language.llama.
+adapters to the weights in PATH, the --weights of the training, and writes a file for --weights and for language.llama.
 """
 import functools
 import hashlib
@@ -48,15 +48,17 @@ class Adapters(nn.Module):
                         place.add_module(word, nn.Module())
                     place = getattr(place, word)
                 place.lora_A, place.lora_B = layer.lora_A, layer.lora_B
-        self.about = {"alpha": alpha, "base": digest(weights)}
+        self.about = {"rank": rank, "alpha": alpha, "targets": sorted(targets), "base": digest(weights)}
 
     def get_extra_state(self) -> dict[str, Any]:
         return self.about
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        if state | {"base": ""} != self.about | {"base": ""}:
+            raise UsageError(f"--resume: its adapters have --rank {state['rank']} --alpha {state['alpha']:g} --targets "
+                             f"{' '.join(state['targets'])}; pass these")
         if state != self.about:
-            raise UsageError("--resume: pass the --weights with which its adapters were trained, and "
-                             f"--alpha {state['alpha']:g}")
+            raise UsageError("--resume: pass the --weights with which its adapters were trained")
 
 
 def add(scale: float, layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def add(scale: float, layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tens
 
 
 def digest(weights: Iterable[Tensor]) -> str:
-    """Return a text that other weights change: it depends on the first numbers of each tensor, in bfloat16."""
+    """Return a hash of the first 100 numbers of each tensor, rounded to bfloat16."""
     first = [weight.detach().flatten()[:100].bfloat16() for weight in weights if not weight.is_meta]
     return hashlib.sha256(b"".join(part.view(torch.int16).numpy().tobytes() for part in first)).hexdigest()[:16]
 

@@ -142,8 +142,9 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
     - "chat": the file `path` with a JSON object in each line. The last 5 % of the lines are for validation.
 
     `tokenizer` is a folder, or None for bytes. There are at most `count` windows, and an eighth of them for validation.
-    Pairs of more than `length` tokens are dropped or cut, as `too_long` says. `vocabulary` is the size of the model's
-    vocabulary, or None if the model accepts any. Raises UsageError, naming file and line, for what cannot be used.
+    Pairs of more than `length` + 1 tokens are dropped or cut, as `too_long` says. `vocabulary` is the size of the
+    model's vocabulary, or None if the model accepts any. Raises UsageError, naming file and line, for what cannot be
+    used.
     """
     coder, sets = Published(tokenizer) if tokenizer else Bytes(), []
     for kind, rows, most in zip(KINDS, read(name, path), (count, count and -(-count // 8))):

@@ -68,7 +68,7 @@ class Preferences:
 
     @torch.no_grad()
     def measure(self, margins: "Margins", size: int, device: torch.device) -> None:
-        """Set the reference to what a model gives, unless it is known; all processes must call this.
+        """Compute the reference's log-probabilities, unless a checkpoint had them; all processes must call this.
 
         Each process computes its share of the pairs, `size` at a time.
         """
@@ -113,8 +113,8 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
     - "stdlib": the rejected answer is the body of another function of the same set, at least twice as long.
     - "chat": the file `path` has prompt, chosen and rejected in each line, or chosen and rejected that begin equally.
 
-    A prompt with either answer has at most `length` tokens. There are at most `count` pairs. Raises UsageError, naming
-    file and line, for what cannot be used.
+    A prompt with either answer has at most `length` + 1 tokens. There are at most `count` pairs. Raises UsageError,
+    naming file and line, for what cannot be used.
     """
     coder, sets = pairs.Published(tokenizer) if tokenizer else pairs.Bytes(), []
     for kind, rows, most in zip(pairs.KINDS, pairs.read(name, path), (count, count and -(-count // 8))):

@@ -82,10 +82,11 @@ class Cache:
 
 @torch.no_grad()
 def draw(model: gpt.GPT, prompts: Prompts, inputs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a group of answers to each prompt: inputs and targets as in pairs.py, and the log-probability of each.
+    """Return a group of answers to each prompt: inputs, targets and log-probabilities of these, each (N * group, ...).
 
-    All processes that share the model must call this with equally many prompts. After the prompts, each forward pass
-    computes one token of each answer, until all answers on all processes have ended or fill their room.
+    Inputs and targets are as in pairs.py. All processes that share the model must call this with equally many prompts.
+    After the prompts, each forward pass computes one token of each answer, until all answers on all processes have
+    ended or fill their room.
     """
     inputs = inputs.repeat_interleave(prompts.group, 0)
     end = inputs.shape[2] - prompts.room  # of the prompts
@@ -94,18 +95,21 @@ def draw(model: gpt.GPT, prompts: Prompts, inputs: Tensor, numbers: Tensor) -> t
     uniform = torch.stack([torch.rand(prompts.room, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
                            for seed in seeds])
     targets = torch.full_like(inputs[:, 0], pairs.IGNORED)
-    old = torch.zeros_like(targets, dtype=model.model.embed_tokens.weight.dtype)
+    precise = torch.promote_types(model.model.embed_tokens.weight.dtype, torch.float32)  # gathered weights may be bf16
+    old = torch.zeros_like(targets, dtype=precise)
     writing = torch.ones_like(targets[:, 0], dtype=torch.bool)
     hook = model.logits.register_forward_pre_hook(lambda _, parts: (parts[0][:, -1:], parts[1]))  # saves memory
     model.attend, model.positions = Cache(model.size.layers), torch.arange(end, device=inputs.device)
     for step in range(prompts.room):
         logits = model(inputs[:, :, :end + step])[:, 0] / prompts.temperature
-        shares = logits.to(torch.float32 if logits.is_mps else torch.float64).softmax(1).cumsum(1)
+        if logits.is_mps or torch.are_deterministic_algorithms_enabled():  # before torch 2.14, cumsum() refuses CUDA
+            logits = logits.cpu()
+        shares = logits.double().softmax(1).cumsum(1)
         point = uniform[:, step, None].to(shares) * shares[:, -1:]
-        drawn = torch.searchsorted(shares, point, right=True).clamp(max=logits.shape[1] - 1)
+        drawn = torch.searchsorted(shares, point, right=True).clamp(max=logits.shape[1] - 1).to(inputs.device)
         at = end + step - 1  # whose next token this is
         targets[:, at] = torch.where(writing, drawn[:, 0], pairs.IGNORED)
-        old[:, at] = log_probs(logits[:, None], targets[:, at, None])[:, 0]
+        old[:, at] = log_probs(logits.to(inputs.device)[:, None], targets[:, at, None])[:, 0]
         inputs[:, 0, at + 1] = drawn[:, 0] * writing
         writing &= drawn[:, 0] != prompts.coder.end_token
         model.positions = torch.arange(at + 1, at + 2, device=inputs.device)
@@ -140,7 +144,9 @@ def rewards(reward: Reward, prompts: Prompts, numbers: Tensor, targets: Tensor) 
     values = []
     for number, row in zip(numbers.repeat_interleave(prompts.group).tolist(), targets.tolist()):
         tokens = [token for token in row if token not in (pairs.IGNORED, prompts.coder.end_token)]
-        values.append(float(reward(prompts.rows[number], prompts.coder.decode(tokens))))
+        prompt = prompts.inputs[number, 0, prompts.inputs[number, 1] > 0][:-prompts.room].tolist()
+        start = len(prompts.coder.decode(prompt))  # decoded alone, an answer may lose the space with which it begins
+        values.append(float(reward(prompts.rows[number], prompts.coder.decode(prompt + tokens)[start:])))
     return torch.tensor(values, device=targets.device).view(-1, prompts.group)
 
 

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-# new # DPO: by how much more than the reference the model prefers the chosen answer of a pair: its margin
+# new # DPO: a pair's margin: how much more the model prefers the chosen answer than the reference does
 criterion = preferences.sum_loss  # yours: the loss, a SUM over the pairs
 METRICS = {"margin": preferences.margin, "accuracy": preferences.wins}  # yours: one value per pair
 
@@ -218,14 +218,15 @@ def main(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.cosine(args.epochs, args.lrf))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "warmup": warmup}
 
-    # new # DPO: a checkpoint keeps what the reference, the model before training, gives all answers
+    # new # DPO: a checkpoint also contains the reference's log-probability of each answer
     state |= {"reference": train_set, "val_reference": val_set}
 
     # new # FSDP: the file contains whole tensors; each process takes its shards of them
     start_epoch, best_score = checkpoint.resume(args.resume, folder, state, take=shards.take)
 
     # new # DPO: compute this once, before training: resumed weights are not the reference
-    for dataset in train_set, val_set:
+    measured = [val_set] if args.evaluate else [train_set, val_set]
+    for dataset in measured:
         dataset.measure(parallel_model, local_batch_size // args.accum_steps, device)
 
     if args.evaluate:

@@ -2,8 +2,10 @@
 
     torchrun --nproc-per-node=2 -m language.train_GRPO --weights runs/sft/best.pt --output-dir runs/grpo
     torchrun --nproc-per-node=8 -m language.train_GRPO --dataset chat --data-path FILE.jsonl \
-        --tokenizer FOLDER --model FOLDER --weights FOLDER --length 2048 --max-new 512 --lr 1e-6 --bf16
-    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_GRPO
+        --tokenizer FOLDER --model FOLDER --weights FOLDER --length 1024 --max-new 512 --lr 1e-6 --bf16 \
+        --accum-steps 32 --activation-checkpointing
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4 -K python -m language.train_GRPO \
+        --weights runs/sft/best.pt
 
 Parent: train_SFT.py
 """
@@ -50,9 +52,12 @@ def parse_args():
     parser.add_argument("--dataset", choices=pairs.DATASETS, default="stdlib", help="stdlib: Python's code")
     parser.add_argument("--data-path", default="data.jsonl", help="chat: a file with one object per line")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="of a published model (default: bytes)")
-    parser.add_argument("--length", type=cli.positive_int, default=512, help="tokens in a window of pairs")
-    parser.add_argument("--too-long", choices=["drop", "cut"], default="drop", help="pairs above --length")
-    parser.add_argument("--windows", type=cli.positive_int, help="windows in an epoch (default: all pairs)")
+
+    # new # GRPO
+    parser.add_argument("--length", type=cli.positive_int, default=512, help="tokens of prompt and answer")
+    parser.add_argument("--too-long", choices=["drop", "cut"], default="drop", help="prompts without room")
+    parser.add_argument("--windows", type=cli.positive_int, help="prompts in an epoch (default: all)")
+
     parser.add_argument("--sample", help="prompt to answer (default: one for validation); '' for none")
     parser.add_argument("--accum-steps", type=cli.positive_int, default=1, help="micro-batches per step")
 
@@ -60,14 +65,17 @@ def parse_args():
     parser.add_argument("--group", type=cli.positive_int, default=8, help="answers to each prompt")
     parser.add_argument("--max-new", type=cli.positive_int, default=96, help="tokens in an answer, at most")
     parser.add_argument("--temperature", type=cli.positive, default=1.0, help="divides the logits")
-    parser.add_argument("--updates", type=cli.positive_int, default=1, help="of the weights, per sampling")
-    parser.add_argument("--clip-ratio", type=cli.positive, default=0.2, help="limit of a token's change")
+    parser.add_argument("--updates", type=cli.positive_int, default=1, help="optimizer steps per sampling")
+    parser.add_argument("--clip-ratio", type=cli.positive, default=0.2, help="clip ratios to 1 +- this")
 
     parser.add_argument("--model", type=llama.size, default="gpt_tiny", help=llama.CHOICES)
     parser.add_argument("--weights", metavar="PATH", help="load the matching tensors from this file")
     parser.add_argument("--freeze-layers", action="store_true", help="train only the last layers")
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")
-    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="samples over ALL processes")
+
+    # new # GRPO
+    parser.add_argument("--batch-size", type=cli.positive_int, default=64, help="prompts over ALL processes")
+
     parser.add_argument("--lr", type=cli.positive, default=2e-3, help="for AdamW; independent of batch size")
     parser.add_argument("--warmup-steps", type=cli.count, default=50, help="steps until the full rate")
     parser.add_argument("--lrf", type=cli.fraction, default=0.01, help="final rate as a fraction of --lr")
@@ -161,9 +169,10 @@ def main(args):
     local_batch_size = reduce.exact_share(args.batch_size, world_size)
     sampler = DistributedSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
-    # new # SFT: a micro-batch has at least one window
-    if args.accum_steps > local_batch_size:
-        raise errors.UsageError(f"--accum-steps {args.accum_steps} > {local_batch_size} windows per process")
+    # new # GRPO: a micro-batch has at least one answer
+    answers = local_batch_size * args.group
+    if args.accum_steps > answers:
+        raise errors.UsageError(f"--accum-steps {args.accum_steps} > {answers} answers per process")
 
     train_options = loading.options(args.workers, device, train_set)
     val_options = loading.options(args.workers, device, val_set)
@@ -172,8 +181,9 @@ def main(args):
     # new # FSDP: each forward pass gathers weights, so every rank must take part in it
     val_share = shards.EvenShare(len(val_set), rank, world_size)
 
-    # new # SFT: logits are large, so evaluate micro-batches
-    val_loader = DataLoader(val_set, local_batch_size // args.accum_steps, sampler=val_share, **val_options)
+    # new # GRPO: logits are large, so evaluate micro-batches of whole groups
+    val_batch_size = max(1, local_batch_size // args.accum_steps)
+    val_loader = DataLoader(val_set, val_batch_size, sampler=val_share, **val_options)
 
     # new # SFT: a token attends only to its own pair; a pair of several messages may have several end tokens
     # yours: the model; it separates documents by the pairs' numbers, not by end tokens
@@ -288,7 +298,7 @@ def main(args):
                     part_loss.backward()
                     loss_sum += part_loss.detach() / args.updates
 
-                    # new # GRPO: in the first update, the weights are still those that sampled
+                    # new # GRPO: before the first update, the weights are still those that sampled
                     if update == 0:
                         drift = torch.maximum(drift, (new.detach() - part_old).abs().max())
 
@@ -355,8 +365,8 @@ def main(args):
         if drift > (1e-10 if drift.dtype == torch.float64 else 1e-3):
             print(f"log-probabilities differ by up to {drift:.1e} between sampling and the first update")
         if epoch == args.epochs:
-            print(f"answers before training:  {cli.show(before)}")
-            print(f"answers after training:  {cli.show(metrics)}")
+            print(f"answers before this run:  {cli.show(before)}")
+            print(f"answers after this run:  {cli.show(metrics)}")
 
         if sample:
             print(sample)

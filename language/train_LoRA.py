@@ -61,7 +61,7 @@ def parse_args():
 
     # new # LoRA
     parser.add_argument("--rank", type=cli.positive_int, default=16, help="rows of an adapter's matrix A")
-    parser.add_argument("--alpha", type=cli.positive, default=32, help="adapters count times alpha / rank")
+    parser.add_argument("--alpha", type=cli.positive, default=32, help="multiply by alpha / rank")
     parser.add_argument("--targets", nargs="+", choices=lora.TARGETS, default=lora.TARGETS, help="layers")
 
     parser.add_argument("--epochs", type=cli.positive_int, default=10, help="passes over the training set")

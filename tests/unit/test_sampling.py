@@ -86,6 +86,20 @@ def test_an_answer_ends_with_the_end_token_which_counts(model, tmp_path):
     assert seen[4][1] == train.coder.decode(whole[4][:2]) and found[1, 1] == len(seen[4][1])
 
 
+def test_a_reward_gets_the_space_with_which_an_answer_begins(tmp_path):
+    """A Llama's tokenizer drops the first space of a text that it decodes."""
+    class Strips(pairs.Bytes):
+        def decode(self, tokens):
+            return super().decode(tokens).removeprefix(" ")
+
+    train, _ = read(tmp_path, settings=(7, 1, 1.0, 0))
+    train.coder, seen = Strips(), []
+    targets = torch.full((5, train.inputs.shape[2]), pairs.IGNORED)
+    targets[:, -8:-5] = torch.tensor([*b" 4\0"])
+    sampling.rewards(lambda row, text: seen.append(text) or 0.0, train, torch.arange(5), targets)
+    assert seen == [" 4"] * 5
+
+
 def test_sampling_stops_when_all_answers_have_ended(model, tmp_path):
     train, _ = read(tmp_path, settings=(20, 1, 1.0, 0))
     train.coder.end_token = int(draw(model, train, [0])[1][0, -21])  # the first token

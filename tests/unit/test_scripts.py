@@ -449,7 +449,7 @@ def test_a_token_of_an_answer_has_the_weight_of_its_group(script, tmp_path, caps
                                        atol=1e-6)
         assert content["warmup"]["done"] == args.updates and " differ by up to " not in said
         assert f"answers in training:  reward {rewards.mean():.4f}  " in said
-        assert re.search(r"\nanswers before training:  reward .+\nanswers after training:  reward ", said)
+        assert re.search(r"\nanswers before this run:  reward .+\nanswers after this run:  reward ", said)
         model.load_state_dict(content["model"])
 
 

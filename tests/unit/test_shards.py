@@ -222,6 +222,17 @@ def test_a_model_is_filled_with_the_weights_of_one_device(group, name):
     assert not weights.whole and not weights.recorder
 
 
+@pytest.mark.parametrize("name", ["cnn", "data"])
+def test_a_model_that_is_cast_before_it_is_filled_has_its_weights(group, name):
+    torch.manual_seed(3)
+    expected = {key: value.clone() for key, value in tensors_of(CREATE[name]().bfloat16()).items()}
+    torch.manual_seed(3)
+    model, weights = replay.outline(CREATE[name])
+    shards.fill(model.bfloat16(), weights, torch.device("cpu"))
+    found = tensors_of(model)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_loaded_statistics_are_kept(group, capsys):
     model, weights = replay.outline(nn.BatchNorm1d, 2)
     models.load_weights(model, "weights.pt", {"running_mean": torch.full((2,), 7.0), "bias": torch.ones(3)})
