@@ -113,7 +113,10 @@ class Trunk(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last layer of an untied model. Logits reads its weight and does not call it, so it is no FSDP2 unit."""
+    """The last layer of an untied model, an nn.Linear, which tensor parallelism can divide.
+
+    Logits reads its weight and never calls it, so it must not be an FSDP2 unit of its own.
+    """
 
     forward = nn.Module.forward  # layers_of() takes it for a mere container, so the root's unit gathers its weight
 

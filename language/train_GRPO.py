@@ -170,9 +170,9 @@ def main(args):
     sampler = DistributedSampler(train_set, seed=loading.seed(args.seed), drop_last=True)
 
     # new # GRPO: a micro-batch has at least one answer
-    answers = local_batch_size * args.group
-    if args.accum_steps > answers:
-        raise errors.UsageError(f"--accum-steps {args.accum_steps} > {answers} answers per process")
+    local_answers = local_batch_size * args.group
+    if args.accum_steps > local_answers:
+        raise errors.UsageError(f"--accum-steps {args.accum_steps} > {local_answers} answers per process")
 
     train_options = loading.options(args.workers, device, train_set)
     val_options = loading.options(args.workers, device, val_set)

@@ -130,3 +130,17 @@ def test_the_loss_is_that_of_the_paper(case):
     torch.testing.assert_close(preferences.sum_loss(margins), loss, rtol=1e-11, atol=0)
     assert preferences.wins(margins, margins).tolist() == [each > 0 for each in wanted]
     assert 0 < preferences.wins(margins, margins).sum() < 10
+
+
+def test_the_ranks_measure_each_pair_once(case, monkeypatch):
+    """Three ranks have four of ten pairs each: two of them are padding, and add nothing to the sum over the ranks."""
+    train, reference, _ = case
+    margins, tables = preferences.Margins(reference, 0.3), []
+    monkeypatch.setattr(preferences.reduce, "get_world_size", lambda: 3)
+    monkeypatch.setattr(preferences.reduce, "reduce_sum", lambda table: tables.append(table) or table)
+    for rank in range(3):
+        monkeypatch.setattr(preferences.reduce, "get_rank", lambda rank=rank: rank)
+        train.reference = torch.empty(0, 2)
+        train.measure(margins, 3, torch.device("cpu"))
+    inputs, targets, _ = train.__getitems__(range(10))
+    torch.testing.assert_close(sum(tables), margins.answers(inputs, targets).to(tables[0]))
