@@ -294,7 +294,7 @@ def buffers(diff):
 def forward(diff):
     """All ranks compute with the whole batch, and they have equal losses or parts of the model."""
     for run, states in ((diff.a, diff.left), (diff.b, diff.right)):
-        alone = all(equal(state["samples"], states[0]["samples"]) for state in states)
+        alone = states[0]["samples"] and all(equal(state["samples"], states[0]["samples"]) for state in states)
         losses = [*map(loss_of, states)]
         whole = run.cut == len(losses) or math.isclose(min(losses), max(losses))
         if len(losses) > 1 and alone and whole and not math.isclose(*diff.losses):

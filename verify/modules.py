@@ -57,8 +57,8 @@ class Modules:
                     flat = [item.double().reshape(-1, item.shape[-1] if real and item.ndim > 1 else 1)
                             for item in found]
                     waves = [(item @ wave(item.shape[1], item.device).real).sum() for item in flat]
-                    self.passed.append([kind, self.names[id(module)], outermost, flat[0].shape[1],
-                                        sum(item.numel() for item in flat),
+                    self.passed.append([kind if real else f"{kind} (integers)", self.names[id(module)], outermost,
+                                        flat[0].shape[1], sum(item.numel() for item in flat),
                                         float(sum(item.square().sum() for item in flat)), float(sum(waves))])
 
 

@@ -121,9 +121,6 @@ def by_sample(batch, count):
     for part in [part for part in found if is_list(part)]:
         if {x.shape[0] if x.ndim else 1 for x in part} == {count}:  # `count` inputs, or a tensor for each sample?
             return [*part] if part is batch else []
-    rows = {len(part) for part in found}
-    if count not in rows and len(rows) == 1 and not min(rows) % count:  # such as several crops of each image
-        return found
     return [part for part in found if len(part) == count]
 
 

@@ -28,7 +28,7 @@ MISTAKES = [
     "batchnorm at rest", "other values", "order of one process", "owned by ranks", "owned by ranks, not sent",
     "average of one epoch", "gradients kept", "labels smoothed", "noise of each rank", "local SGD", "local SGD, copied",
     "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer",
-    "batchnorm without backward"]
+    "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch"]
 WAYS = ["well", "keywords", "nan", "by-hand"]
 
 
@@ -120,6 +120,43 @@ def train_on_lists(mistake, rank, world):
                                                  reduction="none")
             mask = torch.arange(max(lengths)) < lengths[:, None]
             ((losses * mask).sum() * world / total).backward()
+            optimizer.step()
+
+
+class Joined(nn.Module):
+    """Maps the rows of all samples (L, 4), and the number of each row's sample in the batch, to (L, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, rows, numbers):
+        found = self.layer(rows)
+        return found + torch.zeros(int(numbers.max()) + 1, 3).index_add(0, numbers, found.tanh())[numbers]
+
+
+def train_on_joined(mistake, rank, world):
+    """A batch has the rows of all its samples in one tensor, as batches of graphs have: no tensor is one per sample."""
+    torch.manual_seed(0)
+    model = Joined()
+    wrapped = DistributedDataParallel(model) if world > 1 else model
+    g = torch.Generator().manual_seed(2)
+    data = [(torch.randn(2 + number % 7, 4, generator=g), torch.randint(3, (2 + number % 7,), generator=g))
+            for number in range(48)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(2):
+        batches = torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).view(6, 8)
+        batches = batches[:, :8 // world] if "half" in mistake else batches[:, rank::world]
+        loader = DataLoader(data, batch_sampler=batches.tolist(), collate_fn=lambda samples: (
+            torch.cat([x for x, _ in samples]), torch.cat([y for _, y in samples]),
+            torch.arange(len(samples)).repeat_interleave(torch.tensor([len(x) for x, _ in samples]))))
+        for x, y, numbers in loader:
+            model.zero_grad()
+            total = torch.tensor(len(x)) * (world if "own" in mistake else 1)
+            if world > 1 and "own" not in mistake:
+                dist.all_reduce(total)
+            loss = nn.functional.cross_entropy(wrapped(x, numbers), y, reduction="sum") * world / total
+            loss.backward()
             optimizer.step()
 
 
@@ -271,7 +308,8 @@ def fork(mistake, folder, rank, world):
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     try:
-        part = ending.loop if mistake in WAYS else train_on_lists if "lists" in mistake else train
+        part = ending.loop if mistake in WAYS else train_on_lists if "lists" in mistake else \
+            train_on_joined if "joined" in mistake else train
         part(mistake) if mistake in WAYS else part(mistake, rank, world)
     except RuntimeError as error:  # the other rank has left
         sys.last_value = error
@@ -289,7 +327,7 @@ if __name__ == "__main__":
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
-             "rows by hand, from a buffer", "batchnorm without backward"}  # same on one process
+             "rows by hand, from a buffer", "batchnorm without backward", "joined"}  # same on one process
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

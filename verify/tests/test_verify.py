@@ -8,13 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, replace_lines, run
 
 import verify
 from verify.comparing import Failure, compare_runs, printed_differ
 from verify.explaining import CAUSES as KNOWN
-from verify.explaining import Difference, draws_that_differ, first_value, learning_rate, parts_of, trace
+from verify.explaining import Difference, draws_that_differ, first_value, learning_rate, parts_of, trace, unmatched
 from verify.records import Row, Run, in_step, match
+from verify.samples import by_sample
 from verify.watching import new_order, watch
 
 HERE = Path(__file__).parent
@@ -33,7 +35,7 @@ CAUSES = {
     "gradients kept": "stale", "labels smoothed": "loss", "local SGD, copied": "not-averaged",
     "gathered loss": "no-backward",
     "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers",
-    "batchnorm without backward": "no-backward"}
+    "batchnorm without backward": "no-backward", "joined, own mean": "uneven-mean", "joined, half of a batch": "loss"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
          "rows by hand, from a buffer": 2}
@@ -59,7 +61,7 @@ def of_one(records, mistake):
     others = {"batchnorm left in eval": "batchnorm on 2", "average on rank 0": "average on 1",
               "average of one epoch": "average on 1",
               "gradient flipped": "right on 2", "lists, half of a batch": "lists on 1", "lists, padding read":
-              "lists on 1"}
+              "lists on 1", "joined, own mean": "joined on 1", "joined, half of a batch": "joined on 1"}
     one = records / others.get(mistake, f"{mistake} on 1")
     return one if one.exists() else records / "right on 1"
 
@@ -71,7 +73,7 @@ def test_every_cause_has_a_mistake_that_shows_it():
 
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
-                                 "cut by hand, replicated", "lists"])
+                                 "cut by hand, replicated", "lists", "joined"])
 def test_two_ranks_train_the_model_of_one(records, way):
     one = "right" if "cut" in way or "owned" in way else way
     ranks = 4 if "replicated" in way else 2
@@ -111,6 +113,14 @@ def test_a_draw_is_named_and_a_slice_is_not_taken_for_an_output_that_differs(rec
     assert not first_value(right, cut, 0)
 
 
+@pytest.mark.parametrize(("mistake", "said"), [
+    ("own mean", "give the other run's loss"), ("half of a batch", "the samples were not seen, so they may differ")])
+def test_samples_that_are_joined_are_not_seen_and_their_numbers_are_not_compared(records, mistake, said):
+    folders = [records / name for name in ("joined on 1", f"joined, {mistake} on 2")]
+    report = trace(verify.compare(*folders), *map(Run.read, folders, "AB"))
+    assert said in report["message"] and "integers" not in report["message"], report
+
+
 def test_padded_outputs_of_other_lengths_are_not_said_to_agree(records):
     """Each rank pads the samples, which the loader delivers as a list, to its own longest one."""
     folders = [records / name for name in ("lists on 1", "lists, padding read on 2")]
@@ -134,6 +144,32 @@ def test_the_answer_names_the_input_that_differs_and_the_draw(records):
 def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, said, sure):
     message = verify.compare(of_one(records, mistake), records / f"{mistake} on 2")["message"]
     assert said in message and message.startswith("not sure: ") != sure
+
+
+@pytest.mark.parametrize(("mistake", "start", "said"), [
+    ("labels smoothed", "equal samples", "the outputs of all modules agree, so the loss differs"),
+    ("equal rows by hand", "every rank reads the same samples", "the input of Sequential differs")])
+def test_the_values_of_the_step_say_more(records, mistake, start, said):
+    folders = [of_one(records, mistake), records / f"{mistake} on 2"]
+    message = trace(verify.compare(*folders), *map(Run.read, folders, "AB"))["message"]
+    assert message.startswith(start) and said in message
+
+
+@pytest.mark.parametrize(("grad", "cause"), [([1, 0.6, 1.0], "partial"), ([1, 0.6, 1.1], "not-averaged")])
+def test_two_copies_of_a_weight_have_parts_of_its_gradient_up_to_clipping(grad, cause):
+    rows = [Row(name, [4], [3, 1, 2], [0.1], found, [1, 1, 1]) for name, found in (
+        ("w", grad), ("w", [1, 0.1, 0.3]), ("copy", [1, 0.2, 0.2]))]
+    found = unmatched(rows[:1], rows[1:], [(rows[0], rows[1])])
+    assert found == (cause, "two copies of copy in B have different gradients")
+
+
+def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
+    a, b, long = torch.ones(2, 3), torch.zeros(2), torch.ones(5)
+    assert [id(part) for part in by_sample([a, b], 2)] == [id(a), id(b)]
+    assert by_sample(([a, a], b), 2) == []  # two inputs of two samples, or a tensor for each sample?
+    ragged, targets = by_sample(([a, long], b), 2)
+    assert [id(part) for part in ragged] == [id(a), id(long)] and targets is b
+    assert by_sample([torch.ones(8), torch.ones(8)], 4) == []  # rows of all samples
 
 
 def test_ranks_that_train_apart_are_not_comparable_with_one(records):
