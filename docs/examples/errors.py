@@ -214,6 +214,11 @@ def no_gradient():
     nn.Linear(4, 4).requires_grad_(False)(torch.ones(1, 4)).sum().backward()
 
 
+def frozen_inputs():
+    inputs, adapter = torch.ones(1, 4), nn.Linear(4, 4)
+    checkpoint(adapter, inputs, use_reentrant=True).sum().backward()
+
+
 def one_sample():
     nn.BatchNorm1d(4)(torch.ones(1, 4))
 
@@ -233,6 +238,10 @@ def batch():
 
 def workers():
     DataLoader(DATA, num_workers=512)
+
+
+def no_epoch():
+    DataLoader(DATA, batch_sampler=[[0, 1]]).sampler.set_epoch(1)
 
 
 def prefix():
@@ -304,10 +313,10 @@ def child():  # torchrun raises this
 
 
 ERRORS = [as_file, no_group, no_launcher, no_rank, nccl, port, no_master, missing, local_rank, pickled, unused, twice,
-          attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, strides, deepcopy, mixed,
-          inplace, two_forwards, again, no_gradient, no_parameters, scheduler, one_sample, peer, sizes, shared_memory,
-          worker_exits, worker_raises, open_files, workers, batch, prefix, classes, namespace, torn,
-          invalid_storage, child]
+          attribute, none_unused, frozen, shapes, sync_batchnorm, channels_last, strides, deepcopy, mixed, inplace,
+          two_forwards, again, no_gradient, no_parameters, frozen_inputs, scheduler, one_sample, peer, sizes,
+          shared_memory, worker_exits, worker_raises, open_files, workers, batch, no_epoch, prefix, classes,
+          namespace, torn, invalid_storage, child]
 
 
 def main():
