@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .comparing import compare, refuse
+from .comparing import compare, float64_fails, refuse
 from .explaining import CAUSES, UNSURE, draws_that_differ, trace
 from .records import Run
 from .resuming import LOST, resume
@@ -33,7 +33,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
     def judge(folders, failed, native, calm=False):
         return compare(*folders, native, failed, False, [printed(folder) for folder in folders], bool(steps), calm)
 
-    native, why, whole = False, "", ""
+    native, whole, notes = False, "", []
     folders, failed = run(commands, steps)
     report = judge(folders, failed, native)
     if report["cause"] in ("start", "unknown") and report["step"] == 1 < report["ranks"][0]:
@@ -42,19 +42,16 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
         report = judge(folders, failed, native)
     differs = report["verdict"] == "different"
     broken = any(failed) and not differs and not any(failure and failure.hung for failure in failed)
-    exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers", "metric") or (
+    exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers", "buffer-update") or (
         report["cause"], report["column"]) == ("clip", "grad")
     low = differs and (report["difference"] or 1) < 1e-5 and not exact
     if {*report["dtypes"]} - {"torch.float64"} or broken or low:
-        why = next((failure.said.splitlines() or [failure.why] for failure in failed if failure), [""])[-1] * broken
-        native = True
+        native, notes = True, [float64_fails(failed, report["steps"])] * broken
         folders, failed = run(commands, steps, whole, native=True)
         report = judge(folders, failed, native)
     for label, failure in zip("AB", failed):
         if failure and report["verdict"] != "different":
             return refuse(report, f"command {label} failed: {failure}")
-    if why:
-        report["message"] += f"\nin float64, a command failed, so both commands ran in their own precision: {why}"
     if twice or report["cause"] in ("start", "samples", "random", "unknown"):
         again, _ = run(commands[:1], report["step"] or steps, whole, native=native)
         own = compare(folders[0], *again, native, again=True)
@@ -69,6 +66,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
             if report["cause"] == "random" and not draws_that_differ(*runs, last - 1):
                 report = judge(folders, failed, native, calm=True)
             report = trace(report, *runs)
+    report["notes"] += notes
     return report
 
 
@@ -84,7 +82,8 @@ def show(report, commands):
         where = [f"step {report['step']}", report["parameter"], f"by {report['difference'] or 0:.1e}"]
         print(f"different: {', '.join(where[:3 if where[1] else 1])}\ncause: {report['cause']}: {report['message']}")
     else:
-        print("\n".join([f"{report['verdict']}: {report['message']}", *[f"note: {note}" for note in report["notes"]]]))
+        print(f"{report['verdict']}: {report['message']}")
+    print(*[f"note: {note}\n" for note in report["notes"]], sep="", end="")
 
 
 def show_watch(report, command):
@@ -107,7 +106,8 @@ def show_resume(report, command, other):
         where = [f"step {report['step']}", report["parameter"], gap and f"by {gap:.1e}"]
         print(f"different: {', '.join(filter(None, where))}\nlost: {report['cause']}: {report['message']}")
     else:
-        print("\n".join([f"{report['verdict']}: {report['message']}", *[f"note: {note}" for note in report["notes"]]]))
+        print(f"{report['verdict']}: {report['message']}")
+    print(*[f"note: {note}\n" for note in report["notes"]], sep="", end="")
 
 
 def described(report, causes):

@@ -1,10 +1,11 @@
 """Compare what two commands recorded and printed, step by step."""
+import itertools
 import math
 import re
 from typing import NamedTuple
 
-from .explaining import Difference, ranks_differ, remedy, unmatched
-from .records import EQUAL, NOISE, Run, apart, match, same_probes, worst
+from .explaining import Difference, ranks_differ, remedy, unmatched, whose
+from .records import EQUAL, NOISE, Run, apart, match, same_probes, without_padding, worst
 
 
 class Limits(NamedTuple):
@@ -39,6 +40,18 @@ class Failure(NamedTuple):
         return "\n".join(filter(None, [self.why, self.said]))
 
 
+def float64_fails(failed, steps):
+    """Return a line about the first of the commands that failed in float64, or an empty string."""
+    for label, failure, count in zip("AB", failed, steps):
+        if failure:
+            error = (failure.said.splitlines() or [failure.why])[-1]
+            command = f"command {label}" if len(failed) > 1 else "the command"
+            return (f"in float64, {command} fails in step {count + 1}, so the runs had their own precision, which "
+                    "proves less; to compare in float64, replace a fixed torch.float32 by the dtype of another tensor: "
+                    f"{error}")
+    return ""
+
+
 def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False,
             calm=False):
     """Compare the records of two commands, or of two runs of one command (`again`), and return the report.
@@ -61,6 +74,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         return {**report, "verdict": "different", "cause": cause, "step": step + 1, "parameter": parameter,
                 "difference": difference, "column": column, "message": f"{fact}: {remedy(cause)}"}
 
+    without_padding(a, b)
     for run in (a, b):
         if not any(run.ranks.values()) or run.doubled:
             reason = "restarted, or its processes did not join one group" if run.doubled else "took no optimizer step"
@@ -111,7 +125,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
     if a.length != b.length and not any(failed):
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
     if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
-        return different("buffers", *answer)
+        return different(*answer)
     evaluated = "evaluated" in a.flags & b.flags
     if not any(failed) and (fact := printed_differ(*printed, limits.high if native else EQUAL, cut, evaluated)):
         report["notes"].append(f"metric: {fact}: {remedy('metric')}")
@@ -140,15 +154,17 @@ def refuse(report, reason, step=None):
 def unoptimized_differ(a, b, limit, again=False):
     """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
-    Return (evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
+    Return (cause, evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
     """
     pairs = [("differs between A and B, though all parameters are the same", min(a.ranks), min(b.ranks), a, b, KEPT)]
     pairs += [(f"differs between ranks 0 and {rank} of {run.label}", min(run.ranks), rank, run, run, "average of")
               for run in (a, b) for rank in [*run.ranks][1:]]
     for where, left, right, run, other, kind in pairs[:1 if again else None]:
         for number, found in enumerate(zip(run.unoptimized(left), other.unoptimized(right))):
-            if differs := apart(*found, limit, kind):
-                return f"{differs[0]} {where}", max(number - 1, 0), *differs
+            if differs := apart(*(state["unoptimized"] for state in found), limit, kind):
+                states = ([next(itertools.islice(part.unoptimized(rank), number, None), found[0])
+                           for rank in part.ranks] for part in (a, b))
+                return whose(differs[0], *states), f"{differs[0]} {where}", max(number - 1, 0), *differs
 
 
 def metrics(text):

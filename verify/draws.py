@@ -39,8 +39,11 @@ class Draws:
         return self.state is not None and self.state != self.states()
 
     def add(self, library, drawn):
-        """Note numbers drawn by the program, but not by an initialization, a sampler, an import or a backward pass."""
-        frame, site = sys._getframe(1), None
+        """Note numbers drawn by the program, but not by an initialization, torch's samplers, an import or backward().
+
+        Also note whether they are drawn for a DataLoader, or are integers, such as indices.
+        """
+        frame, site, loader = sys._getframe(1), None, False
         while frame:
             name = frame.f_globals.get("__name__", "")
             if not site and name.partition(".")[0] not in LIBRARIES:
@@ -48,13 +51,16 @@ class Draws:
             if name == "importlib._bootstrap" or not site and (
                     frame.f_code.co_name in ("reset_parameters", "__init__") or name.startswith("torch.utils.data")):
                 return
+            loader |= name.startswith("torch.utils.data")
             frame = frame.f_back
         program = site and site.f_globals.get("__name__", "").partition(".")[0] not in sys.stdlib_module_names
         if program and torch._C._current_graph_task_id() < 0:
             where = [f"{os.path.basename(site.f_code.co_filename)}:{site.f_lineno}", *filter(None, self.inside[-1:])]
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                numbers = torch.as_tensor(drawn).detach().double()
-                self.sites.append([f"{', module '.join(where)} ({library})", numbers.numel(),
+                numbers = torch.as_tensor(drawn).detach()
+                kind = ", loader" if loader else "" if numbers.is_floating_point() else ", integers"
+                numbers = numbers.double()
+                self.sites.append([f"{', module '.join(where)} ({library}{kind})", numbers.numel(),
                                    float(numbers.sum()), float(numbers.square().sum())])
 
     def show(self):

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, INPUTS, NOISE, apart, equal, gap, worst
+from .records import EQUAL, INPUTS, NOISE, Starts, apart, equal, gap, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -93,7 +93,8 @@ def batch_size(diff):
 def learning_rate(diff):
     if diff.column != "rate":
         return None
-    one, two = next(pair for pair in diff.pairs if pair[0].rate != pair[1].rate)
+    differ = [pair for pair in diff.pairs if pair[0].rate != pair[1].rate]
+    one, two = differ[0]
     ratio, since = two.rate[0] / (one.rate[0] or math.nan), "" if diff.step == 0 else ", after equal earlier rates"
     rates = [[row.rate[0] for step in range(min(diff.a.length, diff.b.length)) for row in run.at(step)[0][0]["rows"]
               if row.name == one.name] for run in (diff.a, diff.b)]
@@ -105,15 +106,40 @@ def learning_rate(diff):
     paces = [(pace, run.label) for pace in range(2, 9) for run, long, short in orders
              if len({*short}) > 2 and len(long) > 2 * pace and equal(short[:len(long[::pace])], long[::pace])]
     since += f"; the schedule of {paces[0][1]} runs {paces[0][0]} times as fast" if paces else ""
-    return f"the rate is {one.rate[0]:g} in {diff.a.label} and {two.rate[0]:g} in {diff.b.label}{since}"
+    which = some([row for row, _ in differ], diff.pairs)
+    return f"the rate of {which} is {one.rate[0]:g} in {diff.a.label} and {two.rate[0]:g} in {diff.b.label}{since}"
 
 
 def optimizer(diff):
-    if diff.column != "value":
-        return None
-    one, two = ({*states[0]["settings"]} for states in (diff.left, diff.right))
-    lines = sorted(line.strip() for line in one ^ two if "lr:" not in line)
-    return f"equal gradients, but different updates{': ' * bool(lines)}{', '.join(lines)}"
+    if diff.column == "value":
+        options = options_that_differ(diff.pairs, diff.a.label, diff.b.label)
+        return f"equal gradients, but different updates{': ' * bool(options)}{options}"
+
+
+def options_that_differ(pairs, one, two):
+    """Return text that names the options of the optimizers that differ, and for which parameters, or an empty string.
+
+    `one` and `two` say where the rows of each pair come from.
+    """
+    found = {}  # {(option, its values): the rows}
+    for pair in pairs:
+        options = ["optimizer"] if len({row.options.get("optimizer") for row in pair}) > 1 else sorted(
+            {*pair[0].options, *pair[1].options} - {"group"})
+        for option in options:
+            values = [row.options.get(option) for row in pair]
+            if values[0] != values[1]:
+                found.setdefault((option, *values), []).append(pair[0])
+    return "; ".join(f"{option} is {ours} in {one} and {theirs} in {two} for {some(rows, pairs)}"
+                     for (option, ours, theirs), rows in [*found.items()][:3])
+
+
+def some(rows, pairs):
+    """Return text that says which of the parameters in `pairs` the `rows` are, and names a group of an optimizer."""
+    if len(rows) == len(pairs):
+        return "all parameters"
+    group = rows[0].options.get("group")
+    place = f" in group {group}" if group is not None else ""
+    return f"{len(rows)} of {len(pairs)} parameters, such as {rows[0].name}{place}"
 
 
 def evaluation(diff):
@@ -212,7 +238,8 @@ def computed_inputs(diff):
     if equal(diff.ours, diff.theirs) or "batchnorm" in diff.flags or not are_inputs(diff.left + diff.right):
         return None
     found = [apart(diff.left[0]["unoptimized"], state["unoptimized"], EQUAL, ("buffer",)) for state in diff.right]
-    return found and found[0] and f"{UNSURE}the inputs of the model differ, and so does {found[0][0]}"
+    return found and found[0] and (whose(found[0][0], diff.left, diff.right),
+                                   f"{UNSURE}the inputs of the model differ, and so does {found[0][0]}")
 
 
 def are_inputs(states):
@@ -288,7 +315,18 @@ def buffers(diff):
         for rank, state in zip(run.ranks, states):
             found = apart(diff.left[0]["unoptimized"], state["unoptimized"], EQUAL, ("buffer", "average", "other"))
             if found and not math.isclose(*diff.losses):
-                return f"{found[0]} on rank {rank} of {run.label} differs from that on rank 0 of {diff.a.label}"
+                fact = f"{found[0]} on rank {rank} of {run.label} differs from that on rank 0 of {diff.a.label}"
+                return whose(found[0], diff.left, diff.right), fact
+
+
+def whose(name, *runs):
+    """Return the cause of a tensor that no optimizer changes: whether it differs between the ranks, or only the runs.
+
+    `runs` has a list for each run: the state of each rank.
+    """
+    apart_on_ranks = any(apart(states[0]["unoptimized"], state["unoptimized"], EQUAL, name)
+                         for states in runs for state in states[1:])
+    return "buffers" if apart_on_ranks else "buffer-update"
 
 
 def forward(diff):
@@ -394,6 +432,8 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                     cause = "partial"
                 elif column == "grad" and proportional([pair for pair in pairs if worst([pair], column)[0] > limit]):
                     cause, what = "clip", "gradients, proportional to each other"
+                options = column == "value" and options_that_differ(pairs, "rank 0", f"rank {rank}")
+                what += f": {options}" if options else ""
                 return cause, f"ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
 
 
@@ -401,13 +441,14 @@ def unmatched(rows, others, pairs):
     """Return the cause and the evidence if only `pairs` of the tensors of two runs match."""
     for side, mine in enumerate((rows, others)):
         matched = [pair[side] for pair in pairs]
-        for row in (row for row in mine if not any(row is other for other in matched)):
-            twin = [pair for pair in pairs if pair[side].shape == row.shape and equal(pair[side].start, row.start)]
-            if twin:  # such as an embedding that two stages of a pipeline share
-                one, two = (row.grad[place] + twin[0][side].grad[place] for place in (1, 2))
-                whole = twin[0][1 - side].grad  # clipping scales one run's gradients by one factor
+        starts, known = Starts(matched), {*map(id, matched)}
+        for row in (row for row in mine if id(row) not in known):
+            if alike := starts.alike(row):  # such as an embedding that two stages of a pipeline share
+                twin = pairs[alike[0]]
+                one, two = (row.grad[place] + twin[side].grad[place] for place in (1, 2))
+                whole = twin[1 - side].grad  # clipping scales one run's gradients by one factor
                 cause = "partial" if equal([one * whole[2]], [two * whole[1]]) else "not-averaged"
-                cause = "clip" if proportional([(twin[0][side], row)] * 2) else cause
+                cause = "clip" if proportional([(twin[side], row)] * 2) else cause
                 return cause, f"two copies of {row.name} in {'AB'[side]} have different gradients"
     return "unknown", f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
 
@@ -418,7 +459,8 @@ def replicas(pairs, others):
     Return all pairs if `others`, the rows of the other run, lack one of the tensors. Pipeline stages, and ranks with
     different experts, have different tensors of the model.
     """
-    counts = [sum(two.shape == row.shape and equal(two.start, row.start) for row in others) for _, two in pairs]
+    starts = Starts(others)
+    counts = [len(starts.alike(two)) for _, two in pairs]
     if not all(counts):
         return pairs
     return [pair for pair, count in zip(pairs, counts) if equal(pair[0].start, pair[1].start) and count == 1]
@@ -453,6 +495,12 @@ def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
     step, cause = report["step"] - 1, report["cause"]
     value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
+    counts = len(a.samples(step)), len(b.samples(step))
+    one, two = read_once(a, step, counts[1]), read_once(b, step, counts[0])
+    if one and equal(one, two):  # what differs is innocent, such as a shuffle of each rank's own share
+        agree = value is not None and not (value and "input" in value[0] and value[2] == 1)
+        innocent = ", loader)", *[", integers)"] * agree
+        draws = [site for site in draws if not site.endswith(innocent)]
     fact, said = "", f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
     if value:
         kind, module, place = value

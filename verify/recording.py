@@ -3,9 +3,9 @@
 The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
 of training data has delivered its last batch), "saved" (a file of a checkpoint has changed), "end" (the program has
 ended) or "failed". An optimizer's first step follows "parameters": name, shape, initial digest and Part of each one. A
-step follows "rows", which are long: learning rate, digests of the gradient and of the new value, and REACHED for each
-parameter; `unoptimized`: the tensors that no optimizer changes, which are buffers and averages of the weights; and
-`states`: what the optimizer keeps for each parameter.
+step follows "rows", which are long: learning rate, digests of the gradient and of the new value, REACHED and number of
+the group for each parameter; `options` of each group; `unoptimized`: the tensors that no optimizer changes, which are
+buffers and averages of the weights; and `states`: what the optimizer keeps for each parameter.
 """
 import contextlib
 import functools
@@ -218,11 +218,11 @@ class Recorder:
         if float(getattr(optimizer, "found_inf", None) or 0):
             return  # GradScaler found infinite gradients: the fused kernel skips this step
         self.outer = optimizer
-        trained = [(item, group) for group in optimizer.param_groups for item in group["params"]
+        trained = [(item, number) for number, group in enumerate(optimizer.param_groups) for item in group["params"]
                    if item.requires_grad and not item.is_meta]  # meta: the data is in another process
-        self.parameters = [item for item, _ in trained]
+        self.parameters, self.groups = [item for item, _ in trained], [number for _, number in trained]
         self.optimized |= {id(item) for item in self.parameters}
-        self.rates = [[float(group.get("lr") or 0)] for _, group in trained]
+        self.rates = [[float(optimizer.param_groups[number].get("lr") or 0)] for number in self.groups]
         key = [id(item) for item in self.parameters]
         if self.tables.get(optimizer, [None])[0] != key:
             self.tables[optimizer] = key, *self.tabulate(self.modules.find(self.parameters, self.optimized))
@@ -300,18 +300,19 @@ class Recorder:
         before, probes = self.before
         self.flags |= {str(item.dtype) for item in self.parameters}
         number = [*self.tables].index(optimizer)
-        self.write("rows", rows=[*zip(self.rates, grads, digest(self.parameters, parts), self.reach)],
+        self.write("rows", rows=[*zip(self.rates, grads, digest(self.parameters, parts), self.reach, self.groups)],
+                   options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
-        samples = [sample for *_, found in self.samples.batches for sample in found]
-        self.write("step", optimizer=number, batches=[[loader, counts, [value for value, *_ in found]]
-                                                      for loader, counts, found in self.samples.batches],
+        samples = [sample for _, _, found, _ in self.samples.batches for sample in found]
+        self.write("step", optimizer=number, batches=[[loader, counts, [value for value, *_ in found], ends]
+                                                      for loader, counts, found, ends in self.samples.batches],
                    labels=[label for _, label, _ in samples],
                    size=0 if self.samples.trained else max((size for *_, size in samples), default=0),
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
                    lost=self.lost,
                    stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
-                   settings=str(optimizer).splitlines(), replicas=self.modules.replicas, before=probes,
-                   after=self.probe(), resting=sum(not item.training for item in self.modules.leaves),
+                   replicas=self.modules.replicas, before=probes, after=self.probe(),
+                   resting=sum(not item.training for item in self.modules.leaves),
                    **self.restored[1])
         self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)
         self.reached -= {*keys}
@@ -325,6 +326,14 @@ class Recorder:
                     return
                 time.sleep(0.1)
             os._exit(0)
+
+
+def options_of(optimizer, number, group):
+    """Return the options of a group of parameters except its learning rates, as text."""
+    values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()
+              if name not in ("params", "param_names", "name") and "lr" not in name}
+    plain = {name: str(value) for name, value in values.items() if isinstance(value, (int, float, str, list, tuple))}
+    return {"optimizer": type(optimizer).__name__, "group": str(group.get("name", number)), **plain}
 
 
 def backward_runs():

@@ -1,4 +1,5 @@
 """What the ranks of one command recorded, and how the parameters of two commands correspond."""
+import bisect
 import json
 import math
 import statistics
@@ -25,6 +26,7 @@ class Row(NamedTuple):
     value: list  # digest after the step
     part: list = None  # if the tensor is split over ranks: an ID of this part, and its share of the tensor
     reach: int = REACHED  # whether autograd has reached it in this step
+    options: dict = {}  # {option of its optimizer, such as weight_decay: value as text}, and "group"
 
 
 class Run:
@@ -75,8 +77,8 @@ class Run:
         return [event["event"] for event in self.events[rank]]
 
     def unoptimized(self, rank):
-        """Yield a rank's buffers and averages before each step and at the end: lists of [name, shape, digest]."""
-        yield from (load(event)["unoptimized"] for event in self.events[rank] if event["event"] in ("step", "end"))
+        """Yield a rank's records before each step and at the end, which have its buffers and averages."""
+        yield from (load(event) for event in self.events[rank] if event["event"] in ("step", "end"))
 
     def trains_apart(self):
         """Return for how many steps the ranks train apart, and the steps before which their weights are equal again.
@@ -140,7 +142,7 @@ def load(state):
         with open(state["file"], "rb") as file:
             file.seek(state["place"])
             state = {**json.loads(file.readline()), **state}
-        state["rows"] = [[*fixed[:3], *moving[:3], fixed[3], moving[3]]
+        state["rows"] = [[*fixed[:3], *moving[:3], fixed[3], moving[3], state["options"][moving[4]]]
                          for fixed, moving in zip(state["table"], state["rows"])]
     return {**state, "rows": [Row(*row) for row in state.get("rows", ())]}
 
@@ -162,8 +164,31 @@ def in_step(steps, extra=None):
         batches = [*ahead, *step["batches"]]
         ahead = batches[usual:] if shifted else []
         step["batches"] = batches[:usual] if shifted else batches
-        step["samples"] = [sample for _, _, samples in step["batches"] for sample in samples]
+        join_samples(step)
     return steps
+
+
+def join_samples(step):
+    step["samples"] = [sample for _, _, samples, _ in step["batches"] for sample in samples]
+
+
+def without_padding(*runs):
+    """Subtract from the digest of each sample what padding adds to it.
+
+    In each part of a loader's batches, padding is the number that ends most rows of all runs twice.
+    """
+    steps = [step for run in runs for steps in run.ranks.values() for step in steps]
+    rows = {}  # {(loader, part): {number: how many rows it ends}}
+    for loader, part, (number, count, _) in ((loader, part, end) for step in steps
+                                             for loader, _, _, ends in step["batches"]
+                                             for part, end in enumerate(ends)):
+        rows.setdefault((loader, part), Counter())[number] += count
+    padding = {key: max(sorted(counts), key=counts.get) for key, counts in rows.items()}
+    for step in steps:
+        for batch in step["batches"]:
+            added = sum(padding[batch[0], part] * ones for part, (_, _, ones) in enumerate(batch[3]))
+            batch[2:] = [sample - added for sample in batch[2]], []
+        join_samples(step)
 
 
 def distinct(states):
@@ -196,9 +221,8 @@ def joined(slices):
         norms, *waves = zip(*digests)
         return [math.hypot(*norms), *map(sum, waves)]
 
-    row = slices[0]
-    return Row(row.name, row.shape, join([part.start for part in slices]), row.rate,
-               join([part.grad for part in slices]), join([part.value for part in slices]), reach=row.reach)
+    return slices[0]._replace(part=None, **{column: join([getattr(part, column) for part in slices])
+                                           for column in ("start", "grad", "value")})
 
 
 def equal(left, right):
@@ -206,23 +230,44 @@ def equal(left, right):
     return len(left) == len(right) and all(math.isclose(x, y, rel_tol=EQUAL, abs_tol=EQUAL) for x, y in pairs)
 
 
+class Starts:
+    """Rows by their shape and initial value, so that the time to find one does not grow with the number of rows."""
+
+    def __init__(self, rows):
+        self.rows, self.places = rows, {}
+        for place, row in enumerate(rows):
+            self.places.setdefault(self.key(row, row.start[0]), []).append(place)
+
+    def key(self, row, size):
+        return str(row.shape), f"{size:.4g}"
+
+    def alike(self, row, number=0):
+        """Return the places of rows with the shape and the initial value of `row`: at most TWINS, near `number`."""
+        size, margin = row.start[0], 2 * EQUAL * max(1, row.start[0])
+        found = []
+        for key in {self.key(row, edge) for edge in (size - margin, size + margin)}:
+            places = self.places.get(key, [])
+            middle = bisect.bisect(places, number)
+            found += [place for place in places[max(0, middle - TWINS):middle + TWINS]
+                      if equal(row.start, self.rows[place].start)]
+        return sorted(found, key=lambda place: abs(place - number))[:TWINS]
+
+    def take(self, place):
+        """Leave a row out from now on."""
+        self.places[self.key(self.rows[place], self.rows[place].start[0])].remove(place)
+
+
 def match(left, right):
     """Return pairs of rows of the same parameter, matched by name and shape, by initial values, or by order."""
     named = {str(row[:2]): row for row in right}
     if len(named) == len(left) == len(right) and {str(row[:2]) for row in left} == set(named):
         return [(row, named[str(row[:2])]) for row in left]
-    pairs, used, places = [], set(), {}
-    for place, row in enumerate(right):
-        places.setdefault((str(row.shape), f"{row.start[0]:.4g}"), []).append(place)
+    pairs, starts = [], Starts(right)
     for number, row in enumerate(left):
-        size, margin = row.start[0], 2 * EQUAL * max(1, row.start[0])
-        keys = {(str(row.shape), f"{edge:.4g}") for edge in (size - margin, size + margin)}
-        alike = [place for key in keys for place in places.get(key, ())
-                 if place not in used and equal(row.start, right[place].start)]
-        alike = sorted(alike, key=lambda place: abs(place - number))[:TWINS]
+        alike = starts.alike(row, number)
         if alike:  # several constant tensors, such as norms, may match: take the nearest gradient
             nearest = min(alike, key=lambda place: gap(row.grad, right[place].grad))
-            used.add(nearest)
+            starts.take(nearest)
             pairs.append((row, right[nearest]))
     if len(pairs) < len(right) and [row[1] for row in left] == [row[1] for row in right]:
         return list(zip(left, right))

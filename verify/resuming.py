@@ -5,8 +5,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from .comparing import LIMITS, compare_runs, refuse
-from .explaining import loss_of
+from .comparing import LIMITS, compare_runs, float64_fails, refuse
+from .explaining import loss_of, options_that_differ
 from .records import Run, apart, equal, gap, match, worst
 from .running import record
 
@@ -24,17 +24,19 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
                          saves=[str(path.resolve()) for path in paths])
         return Run.read(into, "the run", extra), failure
 
+    notes = []
     for native in (False, True):
         clear()
         first, failure = run(command, steps)
         saved, names = saves(first), " ".join(map(str, paths))
         report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
                   "precision": "own" if native else "float64", "steps": [first.length], "ranks": [len(first.ranks)],
-                  "killed": None, "resumed": None, "saves": saved, "notes": []}
+                  "killed": None, "resumed": None, "saves": saved, "notes": notes}
         if not native and (failure or {*first.flags} & {"torch.float32", "torch.bfloat16", "torch.float16"}):
+            notes = [float64_fails([failure], [first.length])] * bool(failure)
             continue
         if failure:
-            return refuse(report, f"the command failed: {failure}")
+            return refuse({**report, "notes": []}, f"the command failed: {failure}")
         if not first.length or first.doubled:
             return refuse(report, "the command took no optimizer step, or its processes did not join one group")
         killed = kill_after or choose(first, sent)
@@ -56,6 +58,7 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
         third, failure = run(other, steps, extra=first.extra)
         if third.length or not failure:
             break  # else, it may have failed because of float64
+        notes = [float64_fails([failure], [third.length])]
     report |= {"steps": [run.length for run in (first, second, third)], "ranks": [len(first.ranks), len(third.ranks)]}
     sixteen = native and {"torch.float16", "torch.bfloat16"} & (first.flags | third.flags)
     limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
@@ -66,6 +69,7 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
         return refuse(report, fact)
     if cause:
         message = f"{fact}: {LOST[cause]['remedy']}" + f"\n{failure}" * (cause == "failed")
+        report["notes"] = report["notes"] if cause != "failed" else []
         found = dict(zip(("step", "parameter", "difference"), where))
         return {**report, "verdict": "different", "cause": cause, "message": message, **found}
     twice, count = second.length - report["resumed"], min(third.length, first.length - report["resumed"])
@@ -225,6 +229,8 @@ def differ(first, third, step, number, tables, limits, limit, report):
         return "learning-rate", fact, *moved["rate"]
     if found := other_state(left, right, limit, third):
         return "optimizer-state", *found
+    if options := options_that_differ(pairs, "the first run", "the resumed run"):
+        return "optimizer-state", options, None, None
     one, two = (part[0].get("scalers") for part in (left, right))
     if one != two:
         return "scaler", f"the first run has {one}, the resumed run {two}"
@@ -264,8 +270,7 @@ def other_state(left, right, limit, third):
         names, count = sorted({name for *_, name in wrong}), len({key for _, key, _ in wrong})
         fact = f"{', '.join(names)} of {count} tensors {what}{only([rank for rank, *_ in wrong], third)}"
         return fact, key[0], finite(most)
-    one, two = ({line.strip() for line in part[0]["settings"] if "lr" not in line} for part in (left, right))
-    return (f"other settings: {', '.join(sorted(one ^ two))}", None, None) if one != two else None
+    return None
 
 
 def other_samples(first, third, step, number):

@@ -1,5 +1,6 @@
 """Watch what a program reads: the samples that its DataLoaders deliver or, without one, the inputs of its models."""
 import dataclasses
+import math
 import weakref
 
 import torch
@@ -23,7 +24,7 @@ class Samples:
 
     def __init__(self, write):
         self.write, self.evaluated = write, False
-        self.batches = []  # [(number of the loader or INPUTS, counts, samples)]
+        self.batches = []  # as described()
         self.loaders = {}  # ID of a loader's sampler: Loader
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.drawn = weakref.WeakKeyDictionary()  # DataLoader iterator: {number of a batch to come: number of indices}
@@ -56,7 +57,7 @@ class Samples:
         if not loader.iterator or loader.iterator() is not iterator:
             self.end_epoch(loader)  # the program has left the last one before its end
             loader.iterator = weakref.ref(iterator)
-        self.pending.setdefault(iterator, []).append((loader.number, counts_of(parts), samples_of(parts)))
+        self.pending.setdefault(iterator, []).append(described(loader.number, parts))
         return batch
 
     def loader(self, iterator):
@@ -92,7 +93,7 @@ class Samples:
             self.batches += batches
             batches.clear()
         inputs = [] if self.trained else [by_sample(item, None) for item in self.inputs]
-        self.batches += [(INPUTS, counts_of(parts), samples_of(parts)) for parts in inputs]
+        self.batches += [described(INPUTS, parts) for parts in inputs]
         self.inputs.clear()
 
 
@@ -144,23 +145,45 @@ def counts_of(parts):
     return found
 
 
+def described(number, parts):
+    """Return what is recorded of a batch: the number of its loader, counts, samples and, for each part, its ends."""
+    parts = [part.detach().cpu() if isinstance(part, torch.Tensor) else part for part in parts]
+    return number, counts_of(parts), samples_of(parts), [ends_of(*pair) for pair in enumerate(parts, 1)]
+
+
+def ends_of(n, part):
+    """Return the number that ends most rows of the `n`th part twice, the number of these rows, and a digest of ones.
+
+    A row that is padded to the length of the batch's longest row ends with the padding: records.without_padding().
+    """
+    if not isinstance(part, torch.Tensor) or not len(part) or part[0].numel() < 2:
+        return 0, 0, 0
+    ends = part.reshape(len(part), -1)[:, -2:].double()
+    values, counts = ends[ends[:, 0] == ends[:, 1], 1].unique(return_counts=True)
+    value = float(values[counts.argmax()]) if len(values) else 0
+    value = 0 if value == -100 or not math.isfinite(value) else value  # the digest of a row is already without -100
+    return value, int(max(counts, default=0)), float(digests_of(torch.ones_like(part[:1]), n))
+
+
 def samples_of(parts):
     """Return (digest, digest of label, number of values) per sample. Augmentation changes only the first digest."""
     rows = len(parts[0]) if parts else 0
     digest, labels = torch.zeros(2, rows, dtype=torch.float64, device="cpu")
     for n, part in enumerate([part for part in parts if len(part) == rows > 0], 1):
         if isinstance(part, torch.Tensor):
-            digest += digests_of(part.detach().reshape(rows, -1), n)
-            labels += part.detach().cpu() * n if part.ndim == 1 and not part.is_floating_point() else 0
+            digest += digests_of(part, n)
+            labels += part * n if part.ndim == 1 and not part.is_floating_point() else 0
         else:
-            digest += torch.cat([digests_of(row.detach().reshape(1, -1), n) for row in part])
+            digest += torch.cat([digests_of(row.detach().cpu()[None], n) for row in part])
     size = sum(part[0].numel() for part in parts if len(part) == rows > 0)
     return [(*pair, size) for pair in zip(digest.tolist(), labels.tolist())]
 
 
-def digests_of(flat, n):
-    """Return the digest of each row of the `n`th part."""
-    flat = flat.cpu().double()
-    flat = flat.masked_fill(flat == -100, 0)  # mask padded labels with 0, which adds nothing to the digest
-    factors = wave(flat.shape[1], flat.device)
-    return flat @ (factors.imag if n % 2 else factors.real) * n
+def digests_of(part, n):
+    """Return the digest of each row of the `n`th part. Zeros at the end of a row, along any axis, add nothing to it."""
+    part = part.double().reshape(len(part), *(part.shape[1:] or (1,)))
+    part = part.masked_fill(part == -100, 0)  # padded labels
+    for axis in range(part.ndim - 2, -1, -1):
+        factors = wave(part.shape[-1], part.device, axis)
+        part = part @ factors if part.is_complex() else torch.view_as_complex(part @ torch.view_as_real(factors))
+    return (part.imag if n % 2 else part.real) * n

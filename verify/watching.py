@@ -3,12 +3,13 @@ import math
 
 from .comparing import LIMITS
 from .explaining import ranks_differ, remedy
-from .records import EQUAL, NOISE, REACHED, Run, equal, gap, worst
+from .records import EQUAL, NOISE, REACHED, Run, equal, gap, without_padding, worst
 
 
 def watch(folder, failure=None):
     """Return a report on the run recorded in `folder`; the verdict is "sound", "unsound" or "not comparable"."""
     run = Run.read(folder, "the run")
+    without_padding(run)
     report = {"verdict": "sound", "cause": None, "message": "", "findings": [], "steps": [run.length],
               "ranks": [len(run.ranks)]}
     if not run.length or run.doubled:
@@ -59,7 +60,7 @@ def epochs(run):
     for rank, events in run.events.items():
         found[rank], mine = {}, {}
         for event in events:
-            for loader, _, samples in event["batches"] if event["event"] == "step" else ():
+            for loader, _, samples, _ in event["batches"] if event["event"] == "step" else ():
                 mine.setdefault(loader, []).extend(samples)
             if event["event"] == "epoch":
                 found[rank].setdefault(event["loader"], []).append((mine.pop(event["loader"], []), event["shuffled"]))

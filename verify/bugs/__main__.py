@@ -155,7 +155,7 @@ def judge(program, bug):
         if not report.exists():
             raise RuntimeError(f"{pair}: verify ended with exit code {result.returncode}: {result.stderr}")
         said = json.loads(report.read_text())
-        cause = said["cause"] or ("metric" if said["notes"] else None)
+        cause = said["cause"] or ("metric" if any(note.startswith("metric") for note in said["notes"]) else None)
         if not bug and not program.folder:
             start = time.monotonic()
             for command in pair:

@@ -1,6 +1,7 @@
 """A small loop that ends as its argument says: normally, by an error, with nan, or without an optimizer step.
 
-"keywords" ends normally; its model takes arguments that have the names of verify's own.
+"float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
+names of verify's own.
 """
 import sys
 
@@ -22,6 +23,8 @@ def loop(way):
         optimizer.zero_grad()
         inputs = torch.randn(8, 3)
         outputs = model(function=inputs, module=1) if way == "keywords" else model(inputs)
+        if way == "float32" and step == 3:
+            outputs = outputs @ torch.ones(1, 1, dtype=torch.float32)
         outputs.square().mean().backward()
         if way == "by-hand":
             with torch.no_grad():

@@ -91,6 +91,8 @@ def train(way, rank, path, kill_after=0):
         order = torch.randperm(EPOCH * 8, generator=torch.Generator().manual_seed(step // EPOCH + 5 * (
             way == "other order" and resumed)))
         rows = table[part::2][order]
+        if way == "fixed float32":
+            rows = rows @ torch.eye(3, dtype=torch.float32)
         if way == "other augmentation":
             rows = rows * (1 + torch.rand(len(rows), 1))
         done = 8 * (step % EPOCH)

@@ -109,7 +109,7 @@ def train_on_lists(mistake, rank, world):
         batches = torch.tensor([*sampler]).view(6, 8)
         batches = batches[:, :8 // world] if "half" in mistake else batches[:, rank::world]
         loader = DataLoader(data, batch_sampler=batches.tolist(), collate_fn=lambda samples: (
-            [x for x, _ in samples], torch.tensor([y for _, y in samples])))
+            [x + 0 * torch.rand(1) for x, _ in samples], torch.tensor([y for _, y in samples])))
         for x, y in loader:
             model.zero_grad()
             lengths = torch.tensor([len(sample) for sample in x])
@@ -194,9 +194,11 @@ def train(mistake, rank, world):
         loader = DataLoader(data, 8 // world, shuffle=True)
     else:
         loader = DataLoader(data, 8 if mistake == "batch per process" else 8 // world, sampler=sampler)
-    decay = 0.1 if mistake == "weight decay" else 0.0
     owned = [*model.parameters()][rank::world] if "owned" in mistake else model.parameters()  # as ZeRO-1
-    optimizer = torch.optim.SGD(owned, 0.2 if mistake == "rate times 2" else 0.1, weight_decay=decay)
+    if mistake == "weight decay":
+        owned = [{"params": [model[0].weight], "weight_decay": 0.1, "name": "decayed"},
+                 {"params": [model[0].bias, *model[2].parameters()]}]
+    optimizer = torch.optim.SGD(owned, 0.2 if mistake == "rate times 2" else 0.1)
     if "fused" in mistake:
         optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", 16.0, enabled="fused" in mistake and world > 1)

@@ -12,11 +12,22 @@ import torch
 from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, replace_lines, run
 
 import verify
-from verify.comparing import Failure, compare_runs, printed_differ
+from verify.comparing import Failure, compare_runs, float64_fails, printed_differ
 from verify.explaining import CAUSES as KNOWN
-from verify.explaining import Difference, draws_that_differ, first_value, learning_rate, parts_of, trace, unmatched
-from verify.records import Row, Run, in_step, match
-from verify.samples import by_sample
+from verify.explaining import (
+    Difference,
+    draws_that_differ,
+    first_value,
+    learning_rate,
+    optimizer,
+    options_that_differ,
+    parts_of,
+    trace,
+    unmatched,
+)
+from verify.modules import Modules
+from verify.records import INPUTS, Row, Run, equal, in_step, join_samples, match
+from verify.samples import by_sample, described
 from verify.watching import new_order, watch
 
 HERE = Path(__file__).parent
@@ -31,7 +42,7 @@ CAUSES = {
     "parts of a gradient": "partial", "detached loss": "no-gradient", "one layer doubled": "group-scale",
     "mean without backward": "no-backward", "average on rank 0": "buffers", "buffer of a share": "buffers",
     "gradient flipped": "unknown", "gradients reset": "reset", "other values": "samples",
-    "order of one process": "samples", "owned by ranks, not sent": "optimizer", "average of one epoch": "buffers",
+    "order of one process": "samples", "owned by ranks, not sent": "optimizer", "average of one epoch": "buffer-update",
     "gradients kept": "stale", "labels smoothed": "loss", "local SGD, copied": "not-averaged",
     "gathered loss": "no-backward",
     "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers",
@@ -105,6 +116,12 @@ def test_the_answer_says_how_samples_differ(records, mistake, said):
     assert said in verify.compare(of_one(records, mistake), records / f"{mistake} on 2")["message"]
 
 
+def test_a_draw_for_a_loader_and_one_of_integers_are_told_apart(records):
+    for name, kinds in (("right", {"torch", "torch, integers"}), ("lists", {"torch", "torch, loader"})):
+        sites = Run.read(records / f"{name} on 1", "A").at(0)[0][0]["sites"]
+        assert {re.fullmatch(r"mistakes\.py:\d+ \((.*)\)", label)[1] for label, *_ in sites} == kinds
+
+
 def test_a_draw_is_named_and_a_slice_is_not_taken_for_an_output_that_differs(records):
     right, dropout, cut = (Run.read(records / way, way) for way in (
         "right on 1", "functional dropout on 2", "cut by hand on 2"))
@@ -140,6 +157,7 @@ def test_the_answer_names_the_input_that_differs_and_the_draw(records):
 @pytest.mark.parametrize(("mistake", "said", "sure"), [
     ("mean over own tokens", "weighted by the counts", True), ("labels smoothed", "mean loss", False),
     ("gathered loss", "no gradient passes through all_gather in mistakes.py", True),
+    ("weight decay", "weight_decay is 0 in A and 0.1 in B for 1 of 4 parameters, such as 0.weight in group 0", True),
     ("gradients kept", "gradients that SGD left", True)])
 def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, said, sure):
     message = verify.compare(of_one(records, mistake), records / f"{mistake} on 2")["message"]
@@ -184,7 +202,87 @@ def test_a_schedule_that_runs_twice_as_fast_is_named():
             for label, rates in (("A", [6e-5, 5e-5, 4e-5, 3e-5, 2e-5, 1e-5]), ("B", [6e-5, 4e-5, 2e-5, 0, 0, 0]))]
     pairs = list(zip(*[run.at(1)[1] for run in runs]))
     it = SimpleNamespace(a=runs[0], b=runs[1], step=1, column="rate", pairs=pairs)
+    assert learning_rate(it).startswith("the rate of all parameters is 5e-05 in A")
     assert "the schedule of B runs 2 times as fast" in learning_rate(it)
+
+
+def test_an_option_of_another_group_is_named_with_its_parameter():
+    """Both optimizers print the same groups."""
+    pairs = [tuple(Row(name, [2], [1.0] * 3, [rate], [1.0] * 3, [1.0] * 3, options={
+        "optimizer": "SGD", "group": group, "momentum": "0.9", "weight_decay": decay}) for rate, group, decay in found)
+             for name, *found in (("w", (0.1, "decay", "0.1"), (0.2, "rest", "0.0")),
+                                  ("b", (0.1, "rest", "0.0"), (0.1, "rest", "0.0")))]
+    it = SimpleNamespace(a=SimpleNamespace(label="A"), b=SimpleNamespace(label="B"), column="value", pairs=pairs)
+    assert optimizer(it) == ("equal gradients, but different updates: weight_decay is 0.1 in A and 0.0 in B for 1 of 2 "
+                             "parameters, such as w in group decay")
+    pairs = [(one, two._replace(options={"optimizer": "Adam"})) for one, two in pairs]
+    assert options_that_differ(pairs, "A", "B") == "optimizer is SGD in A and Adam in B for all parameters"
+
+
+@pytest.mark.parametrize("pad", [0, -100, -1, 255, 50256, 0.5])
+def test_padding_to_the_longest_sample_adds_nothing(pad):
+    """Each rank pads to its own longest sample, along two axes; the sample of rank 1 is not padded."""
+    data = [torch.arange(3, 3 + 2 * length).reshape(2, length)[:1 + length % 2] + torch.tensor(0 * pad)
+            for length in (2, 9, 5, 8, 6, 7)]
+
+    def of(label, *shares):
+        found = made(label, *[[("w", [2], [1.0] * 3, [1.0] * 3, [1.0] * 3)]] * len(shares))
+        for state, share in zip(found.states(0), shares):
+            longest = [max(data[number].shape[axis] for number in share) for axis in (0, 1)]
+            padded = [torch.nn.functional.pad(data[number], (0, longest[1] - data[number].shape[1],
+                                                             0, longest[0] - data[number].shape[0]), value=pad)
+                      for number in share]
+            loader, counts, samples, ends = described(0, [torch.stack(padded), torch.tensor(share)])
+            state["batches"] = [[loader, counts, [value for value, *_ in samples], ends]]
+        return found
+
+    a, b = of("A", range(6)), of("B", [0, 3, 5], [1], [2, 4])
+    assert compare_runs(a, b)["verdict"] == "same" and equal(a.samples(0), b.samples(0))
+    b = of("B", [0, 3, 5], [1], [2, 5])
+    assert compare_runs(a, b)["verdict"] == "same" and not equal(a.samples(0), b.samples(0))
+
+
+def test_padding_does_not_hide_that_ranks_read_the_same_samples(records, tmp_path):
+    for path in (records / "equal rows by hand on 2").glob("*.jsonl"):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        for batch in (batch for event in events if event["event"] == "step" for batch in event["batches"]):
+            ones = 0.25 * (path.name[0] == "1")
+            batch[2:] = [sample + 7 * ones for sample in batch[2]], [[7, 1, ones]]
+        (tmp_path / path.name).write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert watch(tmp_path)["cause"] == "samples"
+
+
+@pytest.mark.parametrize(("other", "passed", "cause", "named"), [
+    (1.0, 1.0, "loss", []), (1.0, 5.0, "samples", ["integers"]), (2.0, 1.0, "samples", ["loader", "integers"])])
+def test_draws_that_change_nothing_are_innocent(other, passed, cause, named):
+    """Such as a shuffle of each rank's own share; not time steps, which are an input of the model, nor noise."""
+    runs = [made(label, [("w", [2], [1.0] * 3, [size] * 3, [1.0] * 3)]) for label, size in (("A", 1.0), ("B", 7.0))]
+    for one, draw, sample, size in zip(runs, (3.0, 4.0), (1.0, other), (1.0, passed)):
+        state, = one.states(0)
+        kinds = ["torch, loader", "torch, integers"] + ["torch"] * (size > 1)
+        state |= {"samples": [sample, 2.0], "sites": [[f"{kind} ({kind})", 8, draw, draw] for kind in kinds],
+                  "passed": [["input", "Net", True, 4, 8, size, size]]}
+    report = {"step": 1, "cause": "loss", "message": "evidence"}
+    found = trace(report, *runs)
+    assert (found["cause"], [word for word in ("loader", "integers") if word in found["message"]]) == (cause, named)
+
+
+def test_the_time_to_match_tensors_is_linear(monkeypatch):
+    """Thousands of norms have the same initial value. A few hundred comparisons for each are enough."""
+    calls = []
+    for module in ("records", "explaining"):
+        monkeypatch.setattr(f"verify.{module}.equal", lambda one, two: calls.append(1) or equal(one, two))
+    rows, others = ([Row(f"{name}{number}", [4], [2.0 + max(0, number - 1999)] * 3, [0.1], [number] * 3, [1.0] * 3)
+                     for number in range(count)] for name, count in (("a", 3000), ("b", 2000)))
+    pairs = match(rows, others)
+    assert [(one.name[1:], two.name[1:]) for one, two in pairs] == [(str(number),) * 2 for number in range(2000)]
+    assert unmatched(rows, others, pairs)[0] == "unknown" and len(calls) < 300 * 5000
+
+
+def test_a_command_that_fails_in_float64_is_named_with_what_to_do():
+    line = float64_fails([None, Failure("exit code 1", "Traceback\nRuntimeError: double != float")], [8, 3])
+    assert line.startswith("in float64, command B fails in step 4") and "dtype of another tensor" in line
+    assert line.endswith("RuntimeError: double != float") and not float64_fails([None, None], [8, 8])
 
 
 def test_the_order_of_the_commands_does_not_matter(records):
@@ -292,7 +390,7 @@ def test_a_difference_that_low_precision_allows_is_no_proof():
 
 def test_a_batch_that_is_read_ahead_belongs_to_the_step_that_trains_on_it():
     read = [[0, 1], [2], [3], []]
-    steps = in_step([{"batches": [[0, [], [float(number)]] for number in numbers]} for numbers in read])
+    steps = in_step([{"batches": [[0, [], [float(number)], []] for number in numbers]} for numbers in read])
     assert [step["samples"] for step in steps] == [[0.0], [1.0], [2.0], [3.0]]
 
 
@@ -304,12 +402,71 @@ def test_a_mistake_that_one_run_shows_is_found_without_another(records):
 
 def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
-    step = {"event": "step", "batches": [[0, [], [1.0, 2.0]]], "losses": [1.0], "clips": [], "flags": [], "resting": 0,
-            "unoptimized": [], "passed": [], "labels": [], "size": 2, "lost": [], "stale": [], "counts": []}
+    step = {"event": "step", "batches": [[0, [], [1.0, 2.0], []]], "losses": [1.0], "clips": [], "flags": [],
+            "resting": 0, "unoptimized": [], "passed": [], "sites": [], "labels": [], "size": 2, "lost": [],
+            "stale": [], "counts": []}
     zero = [[0.0] * 3]
     return Run(label, [(rank, [{**step, "rows": [[name, shape, *(more or zero)[:1], [0.1], *(more[1:] or zero * 2)]
                                                  for name, shape, *more in rows]}])
                        for rank, rows in enumerate(ranks)])
+
+
+def differing(a, *b):
+    """Return two runs of one step with other gradients. `a` and `b` have what is special in the state of each rank."""
+    runs = []
+    for label, states, grad in (("A", [a], [1.0, 1.0, 1.0]), ("B", b, [1.0, 2.0, 3.0])):
+        rows = [("v", [2], [1.0] * 3, grad, [1.0] * 3), ("w", [3], [1.0] * 3, [2.0] * 3, [1.0] * 3)]
+        runs.append(made(label, *[rows] * len(states)))
+        for state, change in zip(runs[-1].states(0), states):
+            state |= change
+            join_samples(state)
+    return runs
+
+
+def batch(*samples, loader=0):
+    return {"batches": [[loader, [], [*samples], []]]}
+
+
+BUFFER = [{"unoptimized": [["buffer mean", [1], [size] * 3]]} for size in (1.0, 2.0)]
+
+
+@pytest.mark.parametrize(("cause", "sure", "a", "b"), [
+    ("buffer-update", False, batch(1.0, 2.0, loader=INPUTS) | BUFFER[0], [batch(3.0, 4.0, loader=INPUTS) | BUFFER[1]]),
+    ("samples", True, batch(1.0, 2.0) | BUFFER[0], [batch(3.0, 4.0) | BUFFER[1]]),
+    ("buffers", True, {"losses": [1.5]} | BUFFER[0], [BUFFER[0], BUFFER[1]]),
+    ("buffer-update", True, {"losses": [1.5]} | BUFFER[0], [BUFFER[1]] * 2),
+    ("no-backward", False, {}, [batch(1.0), batch(2.0)]),
+    ("uneven-mean", False, {"losses": [1.5]}, [batch(1.0) | {"counts": [[3, 3, 3, 0]]},
+                                               batch(2.0) | {"counts": [[5, 5, 5, 0]], "losses": [2.2]}]),
+    ("evaluation", False, {"losses": [1.5], "flags": ["evaluated"]}, [{"losses": [1.7]}]),
+    ("forward", True, {"losses": [1.5]}, [{"losses": [1.7]}, {"losses": [1.7]}]),
+    ("loss", False, {"losses": [1.5]}, [{"losses": [1.7]}])])
+def test_a_rule_says_whether_it_is_sure(cause, sure, a, b):
+    report = compare_runs(*differing(a, *b))
+    said = report["message"]
+    assert (report["cause"], report["column"], not said.startswith("not sure: ")) == (cause, "grad", sure), report
+
+
+PASSED = [["input", "Net", True], ["input (integers)", "Net", True], ["input (integers)", "layer", False],
+          ["output", "layer", False], ["output", "Net", True], ["input", "Loss", True]]
+
+
+@pytest.mark.parametrize(("place", "cause", "said"), [
+    (0, "samples", "the input of Net differs: look before the model"),
+    (1, "loss", "the outputs of all modules agree"),  # an index into the batch depends on how it is divided
+    (2, "forward", "the input (integers) of layer differs"), (3, "forward", "the output of layer differs"),
+    (4, "forward", "the output of Net differs"), (5, "loss", "the input of Loss differs, though the outputs before")])
+def test_the_first_value_that_differs_tells_the_cause(place, cause, said):
+    values = [{"passed": [[*row, 4, 8, size if number == place else 1.0, 1.0] for number, row in enumerate(PASSED)]}
+              for size in (1.0, 5.0)]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == cause and said in found["message"], found
+
+
+@pytest.mark.parametrize(("loader", "said"), [(0, "evidence"), (INPUTS, "evidence\nthe output of Net differs")])
+def test_values_explain_samples_only_if_these_are_inputs_of_models(loader, said):
+    values = [batch(size, loader=loader) | {"passed": [["output", "Net", True, 4, 8, size, 1]]} for size in (1.0, 5.0)]
+    assert trace({"step": 1, "cause": "samples", "message": "evidence"}, *differing(*values))["message"] == said
 
 
 def test_two_parameters_that_look_alike_are_two():
@@ -340,6 +497,21 @@ def test_noise_is_no_part_of_a_gradient():
     assert parts_of(halves.at(0)[0], whole.at(0)[1])
 
 
+@pytest.mark.nightly
+def test_a_run_that_only_float64_ends_is_compared_in_its_own_precision():
+    commands = (f"{PYTHON} {HERE / 'ending.py'} {way}" for way in ("well", "float32"))
+    said = run(PYTHON, "-m", "verify", *commands, env=FROM_ROOT)
+    assert said.code == 0 and "\nsame: 6 steps" in said.out
+    assert said.out.splitlines()[-1].startswith("note: in float64, command B fails in step 4")
+
+
+def test_inputs_that_are_integers_are_recorded_apart():
+    modules, layer = Modules(), torch.nn.Embedding(4, 2)
+    modules.names[id(layer)] = "layer"
+    modules.passes("input", layer, (torch.tensor([1, 3]), torch.ones(2, 3)), True)
+    assert [row[:2] for row in modules.passed] == [["input", "layer"], ["input (integers)", "layer"]]
+
+
 def test_samples_that_every_rank_reads_count_once():
     """In tensor and pipeline parallelism, the batches have the same size, and something else differs."""
     a, b = (made(label, *[[("weight", [2], [0.0] * 3, [1.0, projection, 0.5], [0.0] * 3)]] * ranks)
@@ -358,7 +530,7 @@ def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path
 
 @pytest.mark.parametrize(("shuffled", "cause"), [(True, "set-epoch"), (False, None)])
 def test_only_an_order_that_is_shuffled_must_change(shuffled, cause):
-    epoch = [{"event": "step", "rows": [], "batches": [[0, [], [1.0, 2.0, 3.0]]], "flags": []},
+    epoch = [{"event": "step", "rows": [], "batches": [[0, [], [1.0, 2.0, 3.0], []]], "flags": []},
              {"event": "epoch", "shuffled": shuffled, "loader": 0}]
     found = new_order(Run("the run", [(0, 2 * epoch)]), None)
     assert (found and found[0]) == cause
