@@ -1,4 +1,5 @@
 """Compare what two commands recorded and printed, step by step."""
+import functools
 import itertools
 import math
 import re
@@ -176,9 +177,14 @@ def metrics(text):
     found = {}
     for line in text.splitlines() if isinstance(text, str) else text:
         for name, number in PRINTED.findall(line):
-            if METRICS & {*re.split(r"[\W_]+", name.lower())} and len(found.setdefault(name, [])) < OCCURRENCES:
+            if METRICS & words(name) and len(found.setdefault(name, [])) < OCCURRENCES:
                 found[name].append((number, bool(EVALUATED.search(line.replace("_", " ")))))
     return found
+
+
+@functools.lru_cache(maxsize=1000)
+def words(name):
+    return {*re.split(r"[\W_]+", name.lower())}
 
 
 def printed_differ(one, two, tolerance, cut=False, evaluated=False):
@@ -195,7 +201,7 @@ def printed_differ(one, two, tolerance, cut=False, evaluated=False):
             continue
         ratios = {round(float(y) / float(x), 2) for (x, _), (y, _) in zip(numbers, others) if float(x)}
         factor = max([*ratios, *[1 / ratio for ratio in ratios if ratio]], default=1) if len(ratios) == 1 else 1
-        certain = evaluated and not LOSSES & {*re.split(r"[\W_]+", name.lower())}
+        certain = evaluated and not LOSSES & words(name)
         for place, ((x, tested), (y, _)) in enumerate(zip(numbers, others), 1):
             digit = max(1.01 * 10.0 ** -len(number.partition(".")[2].partition("e")[0]) for number in (x, y))
             if "e" in (x + y).lower():
