@@ -168,8 +168,13 @@ def in_step(steps, extra=None):
     return steps
 
 
-def join_samples(step):
-    step["samples"] = [sample for _, _, samples, _ in step["batches"] for sample in samples]
+def join_samples(step, padding=None):
+    """Note which loader and samples each batch of a step has (`read`), and all samples. See without_padding()."""
+    step["read"] = []
+    for loader, _, samples, ends in step["batches"]:
+        added = sum(padding[loader, part] * ones for part, (_, _, ones) in enumerate(ends)) if padding else 0
+        step["read"].append((loader, [sample - added for sample in samples]))
+    step["samples"] = [sample for _, samples in step["read"] for sample in samples]
 
 
 def without_padding(*runs):
@@ -185,10 +190,7 @@ def without_padding(*runs):
         rows.setdefault((loader, part), Counter())[number] += count
     padding = {key: max(sorted(counts), key=counts.get) for key, counts in rows.items()}
     for step in steps:
-        for batch in step["batches"]:
-            added = sum(padding[batch[0], part] * ones for part, (_, _, ones) in enumerate(batch[3]))
-            batch[2:] = [sample - added for sample in batch[2]], []
-        join_samples(step)
+        join_samples(step, padding)
 
 
 def distinct(states):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .comparing import LIMITS, compare_runs, float64_fails, refuse
 from .explaining import loss_of, options_that_differ
-from .records import Run, apart, equal, gap, match, worst
+from .records import Run, apart, equal, gap, match, without_padding, worst
 from .running import record
 
 LOST = json.loads(Path(__file__).with_name("lost.json").read_text())  # what is found, and the remedy
@@ -149,6 +149,7 @@ def lost(first, third, limits, report, failure, some):
         if failure or third.doubled:
             return "failed", "the command fails when it is to resume"
         return "step-counter", "the resumed command takes no step, as if it had finished", first.length
+    without_padding(first, third)
     step, unfit, tables = fit(first, third, limits.low)
     report["resumed"] = step
     if not step and not unfit:

@@ -60,7 +60,7 @@ def epochs(run):
     for rank, events in run.events.items():
         found[rank], mine = {}, {}
         for event in events:
-            for loader, _, samples, _ in event["batches"] if event["event"] == "step" else ():
+            for loader, samples in event["read"] if event["event"] == "step" else ():
                 mine.setdefault(loader, []).extend(samples)
             if event["event"] == "epoch":
                 found[rank].setdefault(event["loader"], []).append((mine.pop(event["loader"], []), event["shuffled"]))

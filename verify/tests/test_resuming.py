@@ -12,7 +12,7 @@ from conftest import FROM_ROOT, PYTHON, TORCHRUN, command, good, run
 
 from verify.bugs import __main__ as bugs
 from verify.comparing import LIMITS
-from verify.records import Run, in_step
+from verify.records import Run, in_step, join_samples
 from verify.resuming import LOST, choose, fit, lost
 
 PROGRAM = Path(__file__).parent / "interrupted.py"
@@ -64,6 +64,16 @@ def test_what_a_resumed_run_has_lost_is_named(records, way):
     else:
         cause, step, fact = ANSWERS[way]
         assert (answer[0], *answer[2:3]) == (cause, *[step] * (step is not None)) and fact in answer[1], answer
+
+
+def test_other_padding_of_the_same_samples_is_no_difference(records):
+    first, third = (Run.read(records / "right" / name, "the run") for name in ("first", "resumed"))
+    for found, count, ones in ((first, 9, 0.0), (third, 1, 0.25)):
+        for step in (step for steps in found.ranks.values() for step in steps):
+            step["batches"] = [[loader, counts, [sample + 7 * ones for sample in samples], [[7, count, ones]]]
+                               for loader, counts, samples, _ in step["batches"]]
+            join_samples(step)
+    assert lost(first, third, LIMITS["float64"], {"difference": 0.0}, None, False) is None
 
 
 def test_every_cause_has_a_way_that_shows_it():

@@ -236,8 +236,10 @@ def test_padding_to_the_longest_sample_adds_nothing(pad):
             state["batches"] = [[loader, counts, [value for value, *_ in samples], ends]]
         return found
 
-    a, b = of("A", range(6)), of("B", [0, 3, 5], [1], [2, 4])
-    assert compare_runs(a, b)["verdict"] == "same" and equal(a.samples(0), b.samples(0))
+    a = of("A", range(6))
+    for shares in ([0, 3, 5], [1], [2, 4]), [[number] for number in range(6)]:
+        b = of("B", *shares)
+        assert compare_runs(a, b)["verdict"] == "same" and equal(a.samples(0), b.samples(0))
     b = of("B", [0, 3, 5], [1], [2, 5])
     assert compare_runs(a, b)["verdict"] == "same" and not equal(a.samples(0), b.samples(0))
 
