@@ -42,7 +42,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
         report = judge(folders, failed, native)
     differs = report["verdict"] == "different"
     broken = any(failed) and not differs and not any(failure and failure.hung for failure in failed)
-    exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers", "buffer-update") or (
+    exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers") or (
         report["cause"], report["column"]) == ("clip", "grad")
     low = differs and (report["difference"] or 1) < 1e-5 and not exact
     if {*report["dtypes"]} - {"torch.float64"} or broken or low:

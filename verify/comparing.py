@@ -5,7 +5,7 @@ import math
 import re
 from typing import NamedTuple
 
-from .explaining import Difference, ranks_differ, remedy, unmatched, whose
+from .explaining import Difference, ranks_differ, remedy, unmatched, where
 from .records import EQUAL, NOISE, Run, apart, match, same_probes, without_padding, worst
 
 
@@ -126,7 +126,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
     if a.length != b.length and not any(failed):
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
     if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
-        return different(*answer)
+        return different("buffers", *answer)
     evaluated = "evaluated" in a.flags & b.flags
     if not any(failed) and (fact := printed_differ(*printed, limits.high if native else EQUAL, cut, evaluated)):
         report["notes"].append(f"metric: {fact}: {remedy('metric')}")
@@ -155,17 +155,18 @@ def refuse(report, reason, step=None):
 def unoptimized_differ(a, b, limit, again=False):
     """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
-    Return (cause, evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
+    Return (evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
     """
     pairs = [("differs between A and B, though all parameters are the same", min(a.ranks), min(b.ranks), a, b, KEPT)]
     pairs += [(f"differs between ranks 0 and {rank} of {run.label}", min(run.ranks), rank, run, run, "average of")
               for run in (a, b) for rank in [*run.ranks][1:]]
-    for where, left, right, run, other, kind in pairs[:1 if again else None]:
+    for place, left, right, run, other, kind in pairs[:1 if again else None]:
         for number, found in enumerate(zip(run.unoptimized(left), other.unoptimized(right))):
             if differs := apart(*(state["unoptimized"] for state in found), limit, kind):
                 states = ([next(itertools.islice(part.unoptimized(rank), number, None), found[0])
                            for rank in part.ranks] for part in (a, b))
-                return whose(differs[0], *states), f"{differs[0]} {where}", max(number - 1, 0), *differs
+                ranks = where(differs[0], *states) if kind == KEPT else ""
+                return f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs
 
 
 def metrics(text):

@@ -238,8 +238,8 @@ def computed_inputs(diff):
     if equal(diff.ours, diff.theirs) or "batchnorm" in diff.flags or not are_inputs(diff.left + diff.right):
         return None
     found = [apart(diff.left[0]["unoptimized"], state["unoptimized"], EQUAL, ("buffer",)) for state in diff.right]
-    return found and found[0] and (whose(found[0][0], diff.left, diff.right),
-                                   f"{UNSURE}the inputs of the model differ, and so does {found[0][0]}")
+    return found and found[0] and (f"{UNSURE}the inputs of the model differ, and so does {found[0][0]}"
+                                   f"{where(found[0][0], diff.left, diff.right)}")
 
 
 def are_inputs(states):
@@ -316,17 +316,14 @@ def buffers(diff):
             found = apart(diff.left[0]["unoptimized"], state["unoptimized"], EQUAL, ("buffer", "average", "other"))
             if found and not math.isclose(*diff.losses):
                 fact = f"{found[0]} on rank {rank} of {run.label} differs from that on rank 0 of {diff.a.label}"
-                return whose(found[0], diff.left, diff.right), fact
+                return fact + where(found[0], diff.left, diff.right)
 
 
-def whose(name, *runs):
-    """Return the cause of a tensor that no optimizer changes: whether it differs between the ranks, or only the runs.
-
-    `runs` has a list for each run: the state of each rank.
-    """
-    apart_on_ranks = any(apart(states[0]["unoptimized"], state["unoptimized"], EQUAL, name)
-                         for states in runs for state in states[1:])
-    return "buffers" if apart_on_ranks else "buffer-update"
+def where(name, *runs):
+    """Return text that says whether a buffer or an average differs between ranks. `runs` has the states of each run."""
+    differs = any(apart(states[0]["unoptimized"], state["unoptimized"], EQUAL, name)
+                  for states in runs for state in states[1:])
+    return "; ranks differ, too" if differs else "; the ranks of each run agree"
 
 
 def forward(diff):

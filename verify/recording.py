@@ -263,13 +263,19 @@ class Recorder:
                 now.st_ino == old.st_ino and now.st_size > old.st_size) for old, now in changed):
             self.write("saved", after=self.count)
 
-    def probe(self):
-        """Return the digests of some parameters, which show whether ranks that train apart have met again."""
-        _, names, _ = self.tables[self.outer]
+    def probe(self, values=None):
+        """Return the digests of some parameters, which show whether ranks that train apart have met again.
+
+        `values` has the digests of all parameters, if they are known.
+        """
+        _, names, parts = self.tables[self.outer]
         dense = [number for number, item in enumerate(self.parameters) if not hasattr(item, "full_tensor")]
         small = sorted(dense, key=lambda number: self.parameters[number].numel())[:PROBES]
-        return [[*names[number][:2], found]
-                for number, found in zip(small, digest([self.parameters[number] for number in small]))]
+        if values and not any(parts):
+            digests = [values[number] for number in small]
+        else:
+            digests = digest([self.parameters[number] for number in small])
+        return [[*names[number][:2], found] for number, found in zip(small, digests)]
 
     def tabulate(self, names):
         """Return a list of each parameter's (name, shape of the whole tensor, digest), and the list of Parts."""
@@ -300,7 +306,8 @@ class Recorder:
         before, probes = self.before
         self.flags |= {str(item.dtype) for item in self.parameters}
         number = [*self.tables].index(optimizer)
-        self.write("rows", rows=[*zip(self.rates, grads, digest(self.parameters, parts), self.reach, self.groups)],
+        values = digest(self.parameters, parts)
+        self.write("rows", rows=[*zip(self.rates, grads, values, self.reach, self.groups)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
         samples = [sample for _, _, found, _ in self.samples.batches for sample in found]
@@ -311,7 +318,7 @@ class Recorder:
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
                    lost=self.lost,
                    stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
-                   replicas=self.modules.replicas, before=probes, after=self.probe(),
+                   replicas=self.modules.replicas, before=probes, after=self.probe(values),
                    resting=sum(not item.training for item in self.modules.leaves),
                    **self.restored[1])
         self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)
