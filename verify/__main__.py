@@ -78,12 +78,16 @@ def remove(paths):
 def show(report, commands):
     for label, command, ranks, steps in zip("AB", commands, report["ranks"], report["steps"]):
         print(f"{label}: {command}\n   {ranks} rank(s), {steps} steps, {report['precision']} precision")
+    show_answer(report, "cause")
+
+
+def show_answer(report, word):
+    said = report["message"]
     if report["verdict"] == "different":
-        where = [f"step {report['step']}", report["parameter"], f"by {report['difference'] or 0:.1e}"]
-        print(f"different: {', '.join(where[:3 if where[1] else 1])}\ncause: {report['cause']}: {report['message']}")
-    else:
-        print(f"{report['verdict']}: {report['message']}")
-    print(*[f"note: {note}\n" for note in report["notes"]], sep="", end="")
+        size = report["difference"] and f"by {report['difference']:.1e}"
+        place = ", ".join(filter(None, [f"step {report['step']}", report["parameter"], report["parameter"] and size]))
+        said = f"{place}\n{word}: {report['cause']}: {said}"
+    print("\n".join([f"{report['verdict']}: {said}", *[f"note: {note}" for note in report["notes"]]]))
 
 
 def show_watch(report, command):
@@ -101,13 +105,7 @@ def show_resume(report, command, other):
         print(f"killed after step {report['killed']}, resumed: {other}")
     if report["resumed"] is not None:
         print(f"   {report['ranks'][1]} rank(s), from step {report['resumed'] + 1} on, {report['steps'][2]} steps")
-    if report["verdict"] == "different":
-        gap = report["difference"]
-        where = [f"step {report['step']}", report["parameter"], gap and f"by {gap:.1e}"]
-        print(f"different: {', '.join(filter(None, where))}\nlost: {report['cause']}: {report['message']}")
-    else:
-        print(f"{report['verdict']}: {report['message']}")
-    print(*[f"note: {note}\n" for note in report["notes"]], sep="", end="")
+    show_answer(report, "lost")
 
 
 def described(report, causes):

@@ -18,6 +18,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = {"float64": Limits(1e-9, 1e-4, 1e-6), "own": Limits(1e-4, 0.1, 1e-2), "16 bits": Limits(0.05, 0.5, 0.2)}
+HALF = {"torch.float16", "torch.bfloat16"}
 KEPT = ("buffer", "average")  # the kinds of unoptimized tensors that must be equal in both runs
 METRICS = set("acc accuracy ap auc bits bleu bpb dice err error f1 iou loss losses mae map miou mse norm perplexity "
               "ppl precision psnr recall rmse rouge score ssim top1 top5".split())
@@ -27,6 +28,11 @@ NUMBER = r"[-+]?\d{1,40}(?:\.\d{1,40})?(?:[eE][-+]?\d{1,4})?"
 PRINTED = re.compile(  # all parts have a limit, and each word is tried once: the time is linear in the output
     r"(?<![\w/.@-])([A-Za-z][\w/.@-]{0,80})[\"']?\s{0,8}[:=]?\s{0,8}[\"'(]?(" + NUMBER + r")(?![\w.]{0,80}[A-Za-z])")
 OCCURRENCES = 100_000  # compare so many numbers of a metric, so that memory is bounded
+
+
+def limits_of(native, *runs):
+    """Return the limits for runs in float64 or, with `native`, in their own precision."""
+    return LIMITS["float64" if not native else "16 bits" if any(HALF & run.flags for run in runs) else "own"]
 
 
 class Failure(NamedTuple):
@@ -53,19 +59,18 @@ def float64_fails(failed, steps):
     return ""
 
 
-def compare(folder_a, folder_b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False,
-            calm=False):
+def compare(folder_a, folder_b, *args, **more):
+    """Compare the records in two folders: compare_runs()."""
+    return compare_runs(Run.read(folder_a, "A"), Run.read(folder_b, "B"), *args, **more)
+
+
+def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False, calm=False):
     """Compare the records of two commands, or of two runs of one command (`again`), and return the report.
 
     With `native`, the runs used their own precision. For each command, `failed` has a Failure or None, and `printed`
     has its output. `cut` is true if the number of steps was limited, and `calm` if the runs draw no random numbers.
     """
-    return compare_runs(Run.read(folder_a, "A"), Run.read(folder_b, "B"), native, failed, again, printed, cut, calm)
-
-
-def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=("", ""), cut=False, calm=False):
-    sixteen = native and {"torch.float16", "torch.bfloat16"} & (a.flags | b.flags)
-    limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
+    limits = limits_of(native, a, b)
     report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
               "precision": "own" if native else "float64", "steps": [a.length, b.length],
               "ranks": [len(a.ranks), len(b.ranks)], "column": None, "notes": [],

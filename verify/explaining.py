@@ -40,6 +40,7 @@ class Difference:
         sums = [one, self.means[1]], [self.means[0], two]  # ranks may have parts of a sum
         self.losses = next((pair for pair in sums if math.isclose(*pair)), self.means)
         self.flags = {flag for state in self.left + self.right for flag in state["flags"]}
+        self.norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (self.left, self.right)]
 
     @cached_property
     def factor(self):
@@ -152,9 +153,8 @@ def clip(diff):
     plain = diff.factor and Fraction(diff.factor).limit_denominator(16)
     if diff.factor and (plain == 1 or abs(diff.factor - plain) > EQUAL) and math.isclose(*diff.losses):
         return f"{times(diff, diff.factor)}, after equal losses"
-    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (diff.left, diff.right)]
     whole = diff.factor and min(abs(max(diff.factor, 1 / diff.factor) - n) for n in range(2, 65)) < 1e-4
-    return (not whole or math.isclose(*norms, rel_tol=EQUAL)) and clipped(diff.a, diff.b, diff.left, diff.right)
+    return (not whole or math.isclose(*diff.norms, rel_tol=EQUAL)) and clipped(diff.a, diff.b, diff.left, diff.right)
 
 
 def clipped(a, b, left, right):
@@ -187,8 +187,7 @@ def times(diff, factor):
 def scale(diff):
     if not diff.factor:
         return None
-    norms = [states[0]["clips"][0][0] if states[0]["clips"] else 0 for states in (diff.left, diff.right)]
-    factor = norms[1] / norms[0] if all(norms) else diff.factor
+    factor = diff.norms[1] / diff.norms[0] if all(diff.norms) else diff.factor
     layout = f"{len(diff.right)} rank(s) and {len(diff.right[0]['batches'])} micro-batch(es)"
     less = (factor < 1) == (diff.parallel is diff.right) and math.isclose(*diff.means)
     why = ", after equal losses: a sum is divided twice, or a part of the gradient is lost" if less else ""

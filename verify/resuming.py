@@ -5,7 +5,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from .comparing import LIMITS, compare_runs, float64_fails, refuse
+from .comparing import HALF, LIMITS, compare_runs, float64_fails, limits_of, refuse
 from .explaining import loss_of, options_that_differ
 from .records import Run, apart, equal, gap, match, without_padding, worst
 from .running import record
@@ -32,7 +32,7 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
         report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
                   "precision": "own" if native else "float64", "steps": [first.length], "ranks": [len(first.ranks)],
                   "killed": None, "resumed": None, "saves": saved, "notes": notes}
-        if not native and (failure or {*first.flags} & {"torch.float32", "torch.bfloat16", "torch.float16"}):
+        if not native and (failure or first.flags & {"torch.float32", *HALF}):
             notes = [float64_fails([failure], [first.length])] * bool(failure)
             continue
         if failure:
@@ -60,9 +60,7 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
             break  # else, it may have failed because of float64
         notes = [float64_fails([failure], [third.length])]
     report |= {"steps": [run.length for run in (first, second, third)], "ranks": [len(first.ranks), len(third.ranks)]}
-    sixteen = native and {"torch.float16", "torch.bfloat16"} & (first.flags | third.flags)
-    limits = LIMITS["16 bits" if sixteen else "own" if native else "float64"]
-    cause, fact, *where = lost(first, third, limits, report, failure, bool(steps)) or ("", "")
+    cause, fact, *where = lost(first, third, limits_of(native, first, third), report, failure, bool(steps)) or ("", "")
     if cause == "not-resumed" and sent and not saves(second):
         cause, fact = "not comparable", f"the signal after step {killed} left nothing in {names}: kill later"
     if cause == "not comparable":

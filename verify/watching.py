@@ -1,7 +1,7 @@
 """Check a single run against rules that hold for any correct run."""
 import math
 
-from .comparing import LIMITS
+from .comparing import limits_of
 from .explaining import ranks_differ, remedy
 from .records import EQUAL, NOISE, REACHED, Run, equal, gap, without_padding, worst
 
@@ -15,8 +15,7 @@ def watch(folder, failure=None):
     if not run.length or run.doubled:
         why = "its processes did not join one group, or it restarted" if run.doubled else "it took no optimizer step"
         return {**report, "verdict": "not comparable", "message": f"{why}\n{failure or ''}".strip()}
-    sixteen = {"torch.float16", "torch.bfloat16"} & run.flags
-    findings = [rule(run, LIMITS["16 bits" if sixteen else "own"]) for rule in (
+    findings = [rule(run, limits_of(True, run)) for rule in (
         replicas, one_share, new_order, moving, finite, steps_agree)]
     for cause, evidence, step in filter(None, findings):
         report["findings"].append({"cause": cause, "step": step, "message": f"{evidence}: {remedy(cause)}"})
