@@ -130,8 +130,8 @@ def test_the_ranks_of_slurm_and_of_a_launcher():
 
 
 @pytest.mark.parametrize(("terminal", "task", "found"), [
-    (False, "1", "(5, 8,"), (True, "$$", "(5, 8,"), (True, "$$ exec", "(5, 8,"),
-    (True, "1", "(0, 1, 0, 'localhost', 0)")])
+    (True, "$$ exec", "(5, 8,"), (True, "1", "(0, 1, 0, 'localhost', 0)"),
+    *(pytest.param(*each, "(5, 8,", marks=pytest.mark.nightly) for each in ((False, "1"), (True, "$$")))])
 def test_the_shell_of_srun_with_pty_starts_one_process(terminal, task, found):
     """The other tasks of `srun -n8 --pty bash` have ended. Python may be a task itself, or started by a script."""
     start = [PYTHON, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"] if terminal else []

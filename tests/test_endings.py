@@ -61,6 +61,7 @@ def test_ctrl_c_ends_what_the_script_has_started(tmp_path):
     assert [line for line in live.err if line.strip()] == ["train_mp.py: error: interrupted"]
 
 
+@pytest.mark.drill
 def test_a_batch_that_the_processes_cannot_share(tmp_path):
     result = run(PYTHON, "train_mp.py", "--batch-size", "63", "--output-dir", tmp_path)
     said = "train_mp.py: error: --batch-size 63: not a multiple of the 2 processes that share it\n"
@@ -68,7 +69,7 @@ def test_a_batch_that_the_processes_cannot_share(tmp_path):
 
 
 @pytest.mark.parametrize("script", [
-    pytest.param(markers.name_of(path), marks=[pytest.mark.drill] * (path.name != "train_elastic.py"))
+    pytest.param(markers.name_of(path), marks=pytest.mark.drill if path.name == "train_4D.py" else pytest.mark.nightly)
     for path in markers.scripts() if "signals.note_signals(" in path.read_text()])
 def test_a_mistake_ends_a_job_that_notes_signals_at_once(tmp_path, script):
     """Rank 0 reports it, and the launcher ends rank 1 by a signal that only sets a flag."""

@@ -55,8 +55,8 @@ def trained(launched):
 
 
 @pytest.mark.parametrize("name", [
-    "train_DDP.py", *(pytest.param(name, marks=pytest.mark.drill) for name in ("train_grad_accum.py", "train_FSDP.py")),
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("on 1", "on 3"))])
+    "train_DDP.py", *(pytest.param(name, marks=pytest.mark.nightly) for name in (
+        "train_grad_accum.py", "train_FSDP.py", "on 1", "on 3"))])
 def test_any_number_of_processes_trains_the_same_model(trained, name):
     """The batches, the micro-batches and the validation set do not divide evenly."""
     assert ROWS % BATCH and VAL_ROWS % 2 and VAL_ROWS % 3 and VAL_ROWS % BATCH and BATCH // 2 % 5
@@ -128,7 +128,7 @@ os.replace = kill
 """
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_a_killed_run_resumes_and_trains_the_same_bits(trained, environment, tmp_path):
     """SIGKILL comes while rank 0 saves an epoch after the best one, between writing and renaming the file."""
     uninterrupted, lines = trained("train_DDP.py")

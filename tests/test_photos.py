@@ -75,7 +75,7 @@ def test_one_and_one_epoch_are_two_with_batchnorm_augmentation_and_workers(train
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_workers_start_by_spawn_as_on_macos_and_windows(trained, photos, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import multiprocessing\nmultiprocessing.set_start_method('spawn')\n")
     folder = trained("frozen")[0]

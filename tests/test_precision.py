@@ -1,11 +1,10 @@
 """16 bits: the forward pass uses them, and the model learns as in float32, apart from rounding."""
 import os
 import re
-import shutil
 import signal
 
 import pytest
-from conftest import PYTHON, STRICT, TORCHRUN, copy_out, distance, epochs, good, load, run, same
+from conftest import PYTHON, STRICT, TORCHRUN, copy_classifiers, distance, epochs, good, load, run, same
 from live import Live
 
 pytestmark = pytest.mark.drill
@@ -19,21 +18,13 @@ def few_digits(tmp_path_factory):
 
     Returns a function from a command to its (folder, result).
     """
-    import numpy as np
-
-    script = copy_out("train.py", tmp_path_factory.mktemp("few") / "copy")
-    for name in ("train_amp.py", "train_combined.py"):
-        shutil.copy(name, script.parent)
-    file = script.parent / "common/digits.npz"
-    with np.load(file) as digits:
-        few = {name: values[:60] for name, values in digits.items()}
-    np.savez(file, **few)
+    folder = copy_classifiers(tmp_path_factory.mktemp("fewer") / "copy", 60)
 
     def train(*command, output, resume=()):
-        said = run(*command, *FEW, "--output-dir", output, *resume, cwd=script.parent, env=STRICT)
-        return script.parent / output, good(said)
+        said = run(*command, *FEW, "--output-dir", output, *resume, cwd=folder, env=STRICT)
+        return folder / output, good(said)
 
-    train.folder = script.parent
+    train.folder = folder
     return train
 
 
@@ -52,6 +43,7 @@ def test_bf16_on_two_processes_is_the_baseline_but_for_its_digits(few_digits, bf
     assert 2e-5 < distance(folder / "last.pt", bf16[0] / "last.pt") < 1e-2
 
 
+@pytest.mark.nightly
 def test_fp16_scales_and_its_scaler_resumes(few_digits, bf16):
     fp16 = [PYTHON, "train_amp.py", "--precision", "fp16", "--clip-norm", "100"]
     folder, whole = few_digits(*fp16, output="fp16")

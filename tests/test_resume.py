@@ -23,7 +23,7 @@ def test_the_default_run_learns_the_digits(finished):
     assert {path.name.split(".")[0] for path in folder.glob("[!.]*")} == {"events", "best", "last", "epoch-008"}
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_a_resumed_run_of_two_processes_ends_bit_for_bit(finished, tmp_path):
     folder, whole = finished
     shutil.copy(folder / "epoch-008.pt", tmp_path / "last.pt")

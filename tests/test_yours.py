@@ -141,8 +141,7 @@ def test_the_score_is_a_ratio_that_evaluate_shows_without_its_parts(trained):
 
 
 @pytest.mark.parametrize("script", [
-    pytest.param("train_DCP.py", marks=pytest.mark.drill),
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("train_DDP.py", "train_combined.py"))])
+    pytest.param(name, marks=pytest.mark.nightly) for name in ("train_DCP.py", "train_DDP.py", "train_combined.py")])
 def test_all_processes_stop_early_after_the_same_epoch(tmp_path, script):
     """The first epoch has the best score. tests/unit/test_scripts.py stops each script on one process."""
     copy = copy_out(script, tmp_path / "project")

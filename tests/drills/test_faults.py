@@ -67,6 +67,7 @@ def test_one_output_folder_takes_one_run(tmp_path):
     assert f"epoch {done} is done" in third.out
 
 
+@pytest.mark.nightly  # by day, the tests start several launches at a time, too
 def test_runs_at_the_same_time(tmp_path, photos):
     """The runs use default ports, twice the same script, one data folder and separate output folders."""
     common = ["--dataset", "folder", "--data-path", photos, "--epochs", "1", "--batch-size", "12", "--workers", "0"]

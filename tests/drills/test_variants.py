@@ -1,6 +1,7 @@
 """The other tests check some scripts; these check all: default runs, resuming, other numbers of processes."""
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,45 +39,48 @@ def test_the_whole_default_run_trains_the_baselines_model(tmp_path):
 @pytest.mark.parametrize("script", [
     name if name == "train_combined.py" else pytest.param(name, marks=pytest.mark.nightly)
     for name in SCRIPTS if name not in ("train.py", "train_DDP.py")])
-def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, tmp_path, script):
+def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, scripts, tmp_path, script):
     folder, whole = runs(script)
-    second = folder / ("step-0000014" if script == "train_DCP.py" else "epoch-001.pt")
-    result = good(run(*RUNS[script], "--resume", second, "--output-dir", tmp_path, env=precision(script)))
+    second = folder / ("step-0000005" if script == "train_DCP.py" else "epoch-001.pt")
+    result = good(run(*RUNS[script], "--resume", second, "--output-dir", tmp_path, cwd=scripts,
+                      env=precision(script)))
     if script == "train_DCP.py":
-        whole_file(tmp_path / "step-0000028", tmp_path / "last.pt")
+        whole_file(tmp_path / "step-0000010", tmp_path / "last.pt")
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
     assert epochs(result.out) == epochs(whole.out)[1:]
 
 
 @pytest.mark.parametrize("script", [script if script == "train_mp.py" else
                                     pytest.param(script, marks=pytest.mark.nightly) for script in SCRIPTS])
-def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, tmp_path, script):
+def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, scripts, tmp_path, script):
     """One process (two with mp) evaluates another script's checkpoint and finds the reported accuracy."""
     other = SCRIPTS[SCRIPTS.index(script) - 1] if script != "train_mp.py" else "train_combined.py"
     folder, result = runs(other)
     copy = copy_out(script, tmp_path / "copy")
+    shutil.copy(scripts / "common/digits.npz", copy.parent / "common")
     said = good(run(PYTHON, script, "--evaluate", "--workers", "0", "--resume", folder / "last.pt", cwd=copy.parent,
                     env=precision(other))).out
     reported = epochs(result.out)[-1]
     assert said.strip().endswith(f"accuracy {reported['accuracy']:.4f}  top5 {reported['top5']:.4f}")
 
 
-def test_two_halves_of_a_launch_on_two_hosts_are_one_run(runs, tmp_path):
+def test_two_halves_of_a_launch_on_two_hosts_are_one_run(runs, scripts, tmp_path):
     """One command per host, as in README; here, both hosts are this machine, and train the last epoch."""
     port, whole = free_port(), runs("train_mp.py")[0]
     halves = [[*RUNS["train_mp.py"], "--nprocs", "1", "--nnodes", "2", "--node-rank", rank, "--ip", "127.0.0.1",
                "--port", port, "--resume", whole / "epoch-001.pt", "--output-dir", tmp_path] for rank in "01"]
     with ThreadPoolExecutor(2) as pool:
-        said = [good(result).out for result in pool.map(lambda half: run(*half, env=FLOAT64), halves)]
+        said = [good(result).out for result in pool.map(lambda half: run(*half, cwd=scripts, env=FLOAT64), halves)]
     assert "batch 96 = 2 process(es) x 1 micro-batch x 48" in said[0]
     assert [len(epochs(out)) for out in said] == [1, 0]  # of all processes, rank 0 prints
     assert distance(tmp_path / "last.pt", whole / "last.pt") < 1e-11
 
 
 @pytest.mark.nightly
-def test_a_resumed_run_may_have_another_number_of_processes(runs, tmp_path):
+def test_a_resumed_run_may_have_another_number_of_processes(runs, scripts, tmp_path):
     whole = runs("train.py")[0]
-    good(run(*RUNS["train_DDP.py on 3"], "--resume", whole / "epoch-001.pt", "--output-dir", tmp_path, env=FLOAT64))
+    good(run(*RUNS["train_DDP.py on 3"], "--resume", whole / "epoch-001.pt", "--output-dir", tmp_path, cwd=scripts,
+             env=FLOAT64))
     assert distance(tmp_path / "last.pt", whole / "last.pt") < 1e-11
 
 
@@ -85,15 +89,15 @@ RING = ["train.py", "train_PP.py", "train_TP.py", "train_DCP.py", "train_FSDP.py
 
 @pytest.mark.parametrize("writer", [
     name if name == "train_PP.py" else pytest.param(name, marks=pytest.mark.nightly) for name in RING[:-1]])
-def test_a_file_crosses(runs, tmp_path, writer):
+def test_a_file_crosses(runs, scripts, tmp_path, writer):
     """Each script resumes from the previous script's file, with its momentum, up to the end of the whole run."""
     reader = RING[RING.index(writer) + 1] if writer != "train_FSDP.py" else "train.py"
     file = runs(writer)[0] / "epoch-001.pt"
     if writer == "train_DCP.py":
-        whole_file(file.with_name("step-0000014"), file)
-    good(run(*RUNS[reader], "--resume", file, "--output-dir", tmp_path, env=FLOAT64))
+        whole_file(file.with_name("step-0000005"), file)
+    good(run(*RUNS[reader], "--resume", file, "--output-dir", tmp_path, cwd=scripts, env=FLOAT64))
     if reader == "train_DCP.py":
-        whole_file(tmp_path / "step-0000028", tmp_path / "last.pt")
+        whole_file(tmp_path / "step-0000010", tmp_path / "last.pt")
     assert distance(tmp_path / "last.pt", runs("train.py")[0] / "last.pt") < 1e-11
 
 

@@ -130,7 +130,8 @@ with cli.report_errors():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows' shell closes no streams")
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [
+    *(pytest.param(stream, marks=pytest.mark.nightly) for stream in ("2>&-", ">&-")), "<&- >&- 2>&-"])
 def test_a_run_without_standard_streams_trains_and_its_files_do_not_take_their_place(tmp_path, closed):
     result = run("sh", "-c", f'exec "$@" {closed}', "sh", PYTHON, "-c", CLOSED, tmp_path / "written", env=FROM_ROOT)
     assert result.code == 0 and (tmp_path / "written").read_text() == "2 True"

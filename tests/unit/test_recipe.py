@@ -164,7 +164,7 @@ class Head(Half):
     pass
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 @pytest.mark.parametrize(("widths", "graphs"), [((4, 4, 4, 4), 6), ((4, 5, 6, 7), 12)])
 def test_blocks_that_differ_compile_for_each_size_and_equal_ones_for_all_sizes(widths, graphs):
     """Four blocks, one of another class, three sizes of batch. A ResNet's kernels for all sizes would be slower."""

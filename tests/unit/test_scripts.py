@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT, SCRIPTS, load, same
+from conftest import PROGRAMS, ROOT, SCRIPTS, load, same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_yours import EDITS, put_in
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +21,8 @@ from torch.profiler import profile
 
 from common import datasets, errors, models
 from language import gpt, pairs, preferences, sampling, text
+
+TINY = ["--model", str(PROGRAMS / "tiny_llama")]
 
 
 @pytest.fixture
@@ -333,7 +335,7 @@ def test_each_token_of_an_answer_has_the_same_weight(script, tmp_path, capsys):
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train, val = pairs.create_datasets("chat", str(tmp_path / "chat.jsonl"), None, 32, None, "drop")
     module, args = script("language.train_SFT", "--dataset", "chat", "--data-path", tmp_path / "chat.jsonl",
-                          "--length", "32", "--batch-size", len(train), "--warmup-steps", "0", "--lr", "0.5")
+                          "--length", "32", "--batch-size", len(train), "--warmup-steps", "0", "--lr", "0.5", *TINY)
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.model, 256)
     inputs, targets = train.__getitems__(range(len(train)))
@@ -364,19 +366,17 @@ def test_preferences_are_relative_to_the_starting_weights(script, tmp_path, monk
             for number in range(60)]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
     module, args = script("language.train_DPO", "--dataset", "chat", "--data-path", tmp_path / "chat.jsonl", "--length",
-                          "32", "--batch-size", "57", "--warmup-steps", "0", "--lr", "0.002", "--beta", "0.3")
+                          "32", "--batch-size", "57", "--warmup-steps", "0", "--lr", "0.02", "--beta", "0.3", *TINY)
     torch.manual_seed(args.seed)
     start = gpt.GPT(args.model, 256)
     train, val = (preferences.create_datasets("chat", args.data_path, None, 32, None, "drop")[part] for part in (0, 1))
 
     def gains(model, dataset):
         """Return log p(chosen) - log p(rejected) for each pair."""
-        sums = []
-        for tokens, targets in zip(dataset.inputs.reshape(-1, 32), dataset.targets.reshape(-1, 32), strict=True):
-            tokens, targets = (torch.from_numpy(part).long() for part in (tokens, targets))
-            scores = model(tokens[None])[0].log_softmax(1)
-            sums.append(sum(scores[place, targets[place]] for place in range(32) if targets[place] >= 0))
-        return torch.stack(sums[::2]) - torch.stack(sums[1::2])
+        tokens, targets = (torch.from_numpy(part.reshape(-1, 32)).long() for part in (dataset.inputs, dataset.targets))
+        scores = model(tokens).log_softmax(2).gather(2, targets.clamp(min=0)[..., None])[..., 0]
+        sums = scores.where(targets >= 0, 0).sum(1)
+        return sums[::2] - sums[1::2]
 
     before = gains(start, val).detach()
     (gains(start, train).mean() * -0.3 / 2).backward()  # the slope of -log(sigmoid(x)) at 0 is -1 / 2
