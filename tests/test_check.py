@@ -129,6 +129,7 @@ def test_the_ranks_of_slurm_and_of_a_launcher():
     assert check.place({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1, 0, "localhost", 0)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("terminal", "task", "found"), [
     (True, "$$ exec", "(5, 8,"), (True, "1", "(0, 1, 0, 'localhost', 0)"),
     *(pytest.param(*each, "(5, 8,", marks=pytest.mark.nightly) for each in ((False, "1"), (True, "$$")))])

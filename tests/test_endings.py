@@ -52,6 +52,7 @@ def test_ctrl_c_does_not_wait_for_the_others(tmp_path):
         assert live.end(120) == 1
 
 
+@pytest.mark.drill
 def test_ctrl_c_ends_what_the_script_has_started(tmp_path):
     """Here, mp.spawn's processes; drills/test_faults.py tests other signals, moments and launchers."""
     with Live(PYTHON, "train_mp.py", "--epochs", "1000", "--workers", "0", "--output-dir", tmp_path) as live:
