@@ -1,7 +1,7 @@
 """Run every script with several versions of torch on CPUs, and write docs/versions.md: a table, script by version.
 
     python -m tools.versions 2.11 2.13 2.15
-    python -m tools.versions 2.11 --no-compile --only "train_T|train_DCP" --environments ~/environments
+    python -m tools.versions 2.11 --steps "train|resume" --only "train_T|train_DCP" --environments ~/environments
     python -m tools.versions --here                                        # this environment's torch; prints JSON
 
 Each version gets a new virtual environment with requirements.txt, which takes 5.5 GB and is deleted afterwards, except
@@ -153,13 +153,14 @@ class Trial:
         self.warnings: set[str] = set()
         self.epochs: dict[str, str] = {}
 
-    def run(self, no_compile: bool) -> dict[str, str]:
-        """Take all steps that the script has; return {step: "", or what is wrong}."""
+    def run(self, only: str = "") -> dict[str, str]:
+        """Take the steps that the script has and whose names match `only`; return {step: "", or what is wrong}."""
         steps: dict[str, Callable[[], object]] = {"start": lambda: self.start("")}
         if self.trains:
             steps = {"train": self.train, "--resume": self.resume, "--evaluate": self.evaluate}
-            more = {"--freeze-layers": self.freeze_layers} | ({} if no_compile else {"--compile": self.compile})
+            more = {"--freeze-layers": self.freeze_layers, "--compile": self.compile}
             steps |= {option: step for option, step in more.items() if f'"{option}"' in self.script.read_text()}
+            steps = {name: step for name, step in steps.items() if re.search(only, name)}
         results = {}
         for name, step in steps.items():
             try:
@@ -219,8 +220,8 @@ class Trial:
             raise Failed(f"{said} instead of {self.epochs['2']}")
 
 
-def try_all(only: str, no_compile: bool) -> dict[str, dict[str, str]]:
-    """Run the scripts whose names match `only` with this environment's torch; return the results of each."""
+def try_all(only: str, steps: str) -> dict[str, dict[str, str]]:
+    """Run `steps` of the scripts whose names match `only`, with this environment's torch; return each one's results."""
     sys.path.insert(0, str(ROOT))
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS already
@@ -235,7 +236,7 @@ def try_all(only: str, no_compile: bool) -> dict[str, dict[str, str]]:
             continue
         begin = time.monotonic()
         folder = tempfile.mkdtemp()  # at its exit, a fork would delete a TemporaryDirectory
-        results[name] = Trial(script, Path(folder), trainable).run(no_compile)
+        results[name] = Trial(script, Path(folder), trainable).run(steps)
         shutil.rmtree(folder)
         wrong = "; ".join(f"{step}: {said}" for step, said in results[name].items() if said)
         print(f"{name}: {wrong or 'ok'} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
@@ -284,23 +285,24 @@ def main() -> None:
     parser.add_argument("versions", nargs="*", help="such as 2.11 or 2.14")
     parser.add_argument("--here", action="store_true", help="only this environment's torch; print the results as JSON")
     parser.add_argument("--only", default="", help="only the scripts whose names match this expression")
-    parser.add_argument("--no-compile", action="store_true", help="do not try --compile, which takes most of the time")
+    parser.add_argument("--steps", default="", help="only the steps whose names match this expression; train comes "
+                        "first, and then the options --resume, --evaluate, --freeze-layers and --compile")
     parser.add_argument("--environments", type=Path, help="keep the environments in this folder, and reuse them")
     args = parser.parse_args()
     if args.here == bool(args.versions):
         parser.error("pass versions, or --here")
     if args.here:
         end_with_parent("SIGTERM")
-        scripts = try_all(args.only, args.no_compile)
+        scripts = try_all(args.only, args.steps)
         print(json.dumps({"title": f"{version('torch')}, torchvision {version('torchvision')}", "scripts": scripts}))
         return
-    options = ["--only", args.only, *["--no-compile"] * args.no_compile]
+    options = ["--only", args.only, "--steps", args.steps]
     found = []
     for asked in args.versions:
         with tempfile.TemporaryDirectory() as temporary:
             environment = (args.environments or Path(temporary)).expanduser().resolve() / asked
             found.append(try_version(asked, environment, options))
-    if not args.only and not args.no_compile:
+    if not args.only and not args.steps:
         write(found, args.versions)
     wrong = [f"{each['title']}: {name}: {step}: {said}" for each in found for name, results in each["scripts"].items()
              for step, said in results.items() if is_wrong(said)]

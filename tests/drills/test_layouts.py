@@ -8,16 +8,16 @@ from conftest import FLOAT64, FROM_ROOT, PROGRAMS, PYTHON, SAME, TORCHRUN, dista
 from torch.torch_version import TorchVersion
 
 # few steps: on 2 cores, four processes take seconds for each
-VIT = ["--model", "vit", *SAME, "--epochs", "2", "--batch-size", "288", "--save-every", "0"]
+VIT = ["--model", "vit", *SAME, "--epochs", "2", "--batch-size", "120", "--save-every", "0"]
 CLIP = ["--clip-norm", "0.5"]
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
+def references(scripts, tmp_path_factory):
     """Return {whether it clips: the checkpoint of one process}."""
     folder = tmp_path_factory.mktemp("references")
     for name, start in [("False", [PYTHON, "train.py"]), ("True", [PYTHON, "train_FSDP.py", *CLIP])]:
-        good(run(*start, *VIT, "--output-dir", folder / name, env=FLOAT64))
+        good(run(*start, *VIT, "--output-dir", folder / name, cwd=scripts, env=FLOAT64))
     assert distance(folder / "False/last.pt", folder / "True/last.pt") > 1e-3  # it did clip
     return lambda clips: folder / str(clips) / "last.pt"
 
@@ -33,9 +33,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", [
     "two replicas", "interleaved", *(pytest.param(name, marks=pytest.mark.nightly) for name in (
         "FSDP on 3", "TP on 2", "PP on 1", "TP on 2 x 2", "TP on 4"))])
-def test_a_layout_trains_the_baselines_model(references, tmp_path, name):
+def test_a_layout_trains_the_baselines_model(references, scripts, tmp_path, name):
     processes, script, *options = LAYOUTS[name]
-    good(run(*TORCHRUN, f"--nproc-per-node={processes}", script, *options, *VIT, "--output-dir", tmp_path, env=FLOAT64))
+    good(run(*TORCHRUN, f"--nproc-per-node={processes}", script, *options, *VIT, "--output-dir", tmp_path, cwd=scripts,
+             env=FLOAT64))
     reference, variant = load(references("--clip-norm" in options)), load(tmp_path / "last.pt")
     assert distance(references("--clip-norm" in options), tmp_path / "last.pt") < 1e-11
     for number, values in reference["optimizer"]["state"].items():
