@@ -171,6 +171,18 @@ def language_table(content: dict) -> str:
                      "validation loss", "epochs until language/train.py reaches this loss"], rows) + needed)
 
 
+def verify_table(content: dict) -> str:
+    """Return a table of verify.py's results, for verify/README.md."""
+    where, rounds = content["machine"], content["arguments"]["rounds"]
+    rows = [[name, around(row["relative"]["verify"]), around(row["relative"]["float64"]),
+             *(f"{row['peak_mib'][way]['median']:,.0f} MiB" for way in ("plain", "float64", "verify"))]
+            for name, row in content["table"].items()]
+    return (f"{where['cpu']}, {where['cores']} cores ({where['vectors']}), 1 thread, torch {where['torch']}, commit "
+            f"{where['commit']}, {where['date']}; median of {count(rounds, 'round')} (lowest to highest):\n\n"
+            + table(["program", "CPU time of `verify`", "of the commands in float64", "peak memory of a command",
+                     "in float64", "recorded"], rows))
+
+
 def ratio_table(contents: list[dict]) -> str:
     """Return one table with the ratios from all results of floor.py."""
     rows = []
