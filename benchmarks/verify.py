@@ -33,7 +33,7 @@ for x, y in torch.utils.data.DataLoader(data, 64):
 """
 PROGRAMS = {"2,000 steps of a small perceptron": {"width": 64, "steps": 2000, "lines": 0},
             "700 steps that print 20 lines each": {"width": 64, "steps": 700, "lines": 20},
-            "12 steps of a perceptron with 100 million parameters": {"width": 10_000, "steps": 12, "lines": 0}}
+            "6 steps of a perceptron with 100 million parameters": {"width": 10_000, "steps": 6, "lines": 0}}
 
 
 def run(*words):
