@@ -37,7 +37,7 @@ def test_with_augmentation_and_frozen_batchnorm_two_processes_train_the_same_mod
     assert distance(one / "last.pt", two / "last.pt") < 1e-11
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_freezing_trains_the_classifier_alone_and_batchnorm_does_not_drift(trained):
     first, last = (load(trained("frozen")[0] / name)["model"] for name in ("epoch-001.pt", "last.pt"))
     assert {name for name in first if not first[name].equal(last[name])} == {"fc.weight", "fc.bias"}

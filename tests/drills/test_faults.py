@@ -83,8 +83,9 @@ def test_runs_at_the_same_time(tmp_path, photos):
 
 
 @pytest.mark.parametrize("command", [
-    [PYTHON, "train_mp.py"], [*TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", "--nproc-per-node=2",
-                              "train_DDP.py"]], ids=["mp", "torchrun"])
+    pytest.param([PYTHON, "train_mp.py"], id="mp", marks=pytest.mark.nightly),
+    pytest.param([*TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", "--nproc-per-node=2", "train_DDP.py"],
+                 id="torchrun")])
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path, command):
     with Live("nohup", *command, *LONG, "--output-dir", tmp_path) as live:
         live.wait_for("^epoch +1/")

@@ -31,8 +31,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", [
-    "two replicas", "interleaved", *(pytest.param(name, marks=pytest.mark.nightly) for name in (
-        "FSDP on 3", "TP on 2", "PP on 1", "TP on 2 x 2", "TP on 4"))])
+    "two replicas", *(pytest.param(name, marks=pytest.mark.nightly) for name in (
+        "interleaved", "FSDP on 3", "TP on 2", "PP on 1", "TP on 2 x 2", "TP on 4"))])
 def test_a_layout_trains_the_baselines_model(references, scripts, tmp_path, name):
     processes, script, *options = LAYOUTS[name]
     good(run(*TORCHRUN, f"--nproc-per-node={processes}", script, *options, *VIT, "--output-dir", tmp_path, cwd=scripts,

@@ -66,6 +66,7 @@ def test_ray_starts_again_what_died(ray_environment, tmp_path):
     assert re.search(r"resume \S+: epoch \d is done", said) and "epoch   6/6" in said
 
 
+@pytest.mark.nightly
 def test_a_failure_under_ray_is_one_line(ray_environment, tmp_path):
     result = run(PYTHON, "launch/ray_train.py", "--num-workers", "2", "--", "--lr", "1e9", "--output-dir",
                  tmp_path / "out", env=ray_environment)
