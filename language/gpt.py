@@ -115,7 +115,7 @@ class Trunk(nn.Module):
 class Head(nn.Linear):
     """The last layer of an untied model, an nn.Linear, which tensor parallelism can divide.
 
-    Logits reads its weight and never calls it, so it must not be an FSDP2 unit of its own.
+    Logits reads its weight and never calls it, so it must not be a separate FSDP2 unit.
     """
 
     forward = nn.Module.forward  # layers_of() takes it for a mere container, so the root's unit gathers its weight

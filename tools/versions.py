@@ -1,7 +1,7 @@
 """Run every script with several versions of torch on CPUs, and write docs/versions.md: a table, script by version.
 
     python -m tools.versions 2.11 2.13 2.15
-    python -m tools.versions 2.11 --steps "train|resume" --only "train_T|train_DCP" --environments ~/environments
+    python -m tools.versions 2.11 --steps resume --only "train_T|train_DCP" --environments ~/environments
     python -m tools.versions --here                                        # this environment's torch; prints JSON
 
 Each version gets a new virtual environment with requirements.txt, which takes 5.5 GB and is deleted afterwards, except
@@ -154,13 +154,13 @@ class Trial:
         self.epochs: dict[str, str] = {}
 
     def run(self, only: str = "") -> dict[str, str]:
-        """Take the steps that the script has and whose names match `only`; return {step: "", or what is wrong}."""
+        """Train, and take the other steps of the script whose names match `only`; return {step: "", or what is wrong}."""
         steps: dict[str, Callable[[], object]] = {"start": lambda: self.start("")}
         if self.trains:
             steps = {"train": self.train, "--resume": self.resume, "--evaluate": self.evaluate}
             more = {"--freeze-layers": self.freeze_layers, "--compile": self.compile}
             steps |= {option: step for option, step in more.items() if f'"{option}"' in self.script.read_text()}
-            steps = {name: step for name, step in steps.items() if re.search(only, name)}
+            steps = {name: step for name, step in steps.items() if name == "train" or re.search(only, name)}
         results = {}
         for name, step in steps.items():
             try:
@@ -285,8 +285,8 @@ def main() -> None:
     parser.add_argument("versions", nargs="*", help="such as 2.11 or 2.14")
     parser.add_argument("--here", action="store_true", help="only this environment's torch; print the results as JSON")
     parser.add_argument("--only", default="", help="only the scripts whose names match this expression")
-    parser.add_argument("--steps", default="", help="only the steps whose names match this expression; train comes "
-                        "first, and then the options --resume, --evaluate, --freeze-layers and --compile")
+    parser.add_argument("--steps", default="", help="after training, take only the steps whose names match this "
+                        "expression: --resume, --evaluate, --freeze-layers, --compile")
     parser.add_argument("--environments", type=Path, help="keep the environments in this folder, and reuse them")
     args = parser.parse_args()
     if args.here == bool(args.versions):

@@ -53,7 +53,7 @@ def float64_fails(failed, steps):
         if failure:
             error = (failure.said.splitlines() or [failure.why])[-1]
             command = f"command {label}" if len(failed) > 1 else "the command"
-            return (f"in float64, {command} fails in step {count + 1}, so the runs had their own precision, which "
+            return (f"in float64, {command} fails after {count} step(s), so the runs had their own precision, which "
                     "proves less; to compare in float64, replace a fixed torch.float32 by the dtype of another tensor: "
                     f"{error}")
     return ""

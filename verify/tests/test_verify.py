@@ -284,7 +284,7 @@ def test_the_time_to_match_tensors_is_linear(monkeypatch):
 
 def test_a_command_that_fails_in_float64_is_named_with_what_to_do():
     line = float64_fails([None, Failure("exit code 1", "Traceback\nRuntimeError: double != float")], [8, 3])
-    assert line.startswith("in float64, command B fails in step 4") and "dtype of another tensor" in line
+    assert line.startswith("in float64, command B fails after 3 step(s)") and "dtype of another tensor" in line
     assert line.endswith("RuntimeError: double != float") and not float64_fails([None, None], [8, 8])
 
 
@@ -512,7 +512,7 @@ def test_a_run_that_only_float64_ends_is_compared_in_its_own_precision():
     commands = (f"{PYTHON} {HERE / 'ending.py'} {way}" for way in ("well", "float32"))
     said = run(PYTHON, "-m", "verify", *commands, env=FROM_ROOT)
     assert said.code == 0 and "\nsame: 6 steps" in said.out
-    assert said.out.splitlines()[-1].startswith("note: in float64, command B fails in step 4")
+    assert said.out.splitlines()[-1].startswith("note: in float64, command B fails after 3 step(s)")
 
 
 def test_inputs_that_are_integers_are_recorded_apart():
