@@ -154,7 +154,7 @@ class Trial:
         self.epochs: dict[str, str] = {}
 
     def run(self, only: str = "") -> dict[str, str]:
-        """Train, and take the other steps of the script whose names match `only`; return {step: "", or what is wrong}."""
+        """Train, and take the other steps whose names match `only`; return {step: "", or what is wrong}."""
         steps: dict[str, Callable[[], object]] = {"start": lambda: self.start("")}
         if self.trains:
             steps = {"train": self.train, "--resume": self.resume, "--evaluate": self.evaluate}

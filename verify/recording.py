@@ -271,10 +271,8 @@ class Recorder:
         _, names, parts = self.tables[self.outer]
         dense = [number for number, item in enumerate(self.parameters) if not hasattr(item, "full_tensor")]
         small = sorted(dense, key=lambda number: self.parameters[number].numel())[:PROBES]
-        if values and not any(parts):
-            digests = [values[number] for number in small]
-        else:
-            digests = digest([self.parameters[number] for number in small])
+        digests = [values[number] for number in small] if values else digest(
+            [self.parameters[number] for number in small], [parts[number] for number in small])
         return [[*names[number][:2], found] for number, found in zip(small, digests)]
 
     def tabulate(self, names):

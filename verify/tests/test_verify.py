@@ -299,6 +299,8 @@ def test_a_parameter_is_known_by_its_name_or_by_its_place_or_by_its_weights():
     assert match(left, left[::-1]) == list(zip(left, left))
     assert match(left, [row("x", [2], 5.0), row("y", [2], 6.0)])[0][1][0] == "x"
     assert match(left, [row("0", [2], 2.0)]) == [(left[1], row("0", [2], 2.0))]
+    twins = [row(name, [2], 1.0)._replace(grad=[value] * 3) for name, value in (("a", 5), ("b", 6), ("c", 5), ("d", 9))]
+    assert match(twins[:2], twins[2:]) == [*zip(twins[:2], twins[2:])]  # each row once, though c is nearer to b
 
 
 @pytest.mark.parametrize(("arguments", "names"), [
