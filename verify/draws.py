@@ -41,7 +41,7 @@ class Draws:
     def add(self, library, drawn):
         """Note numbers drawn by the program, but not by an initialization, torch's samplers, an import or backward().
 
-        Also note whether they are drawn for a DataLoader, or are integers, such as indices.
+        Also note whether they are drawn for a DataLoader, before the first batch, or are integers, such as indices.
         """
         frame, site, loader = sys._getframe(1), None, False
         while frame:
@@ -58,7 +58,8 @@ class Draws:
             where = [f"{os.path.basename(site.f_code.co_filename)}:{site.f_lineno}", *filter(None, self.inside[-1:])]
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 numbers = torch.as_tensor(drawn).detach()
-                kind = ", loader" if loader else "" if numbers.is_floating_point() else ", integers"
+                early = ", at the start" if self.state is None else ""
+                kind = ", loader" if loader else early if numbers.is_floating_point() else ", integers"
                 numbers = numbers.double()
                 self.sites.append([f"{', module '.join(where)} ({library}{kind})", numbers.numel(),
                                    float(numbers.sum()), float(numbers.square().sum())])

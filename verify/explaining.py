@@ -495,7 +495,7 @@ def trace(report, a, b):
     one, two = read_once(a, step, counts[1]), read_once(b, step, counts[0])
     if one and equal(one, two):  # what differs is innocent, such as a shuffle of each rank's own share
         agree = value is not None and not (value and "input" in value[0] and value[2] == 1)
-        innocent = ", loader)", *[", integers)"] * agree
+        innocent = ", loader)", *[", integers)", ", at the start)"] * agree  # or initial weights, which are equal
         draws = [site for site in draws if not site.endswith(innocent)]
     fact, said = "", f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
     if value:
