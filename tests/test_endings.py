@@ -31,6 +31,7 @@ def test_a_good_run_destroys_the_group(tmp_path):
     assert {path.name for path in (tmp_path / "left").iterdir()} == {"0", "1"}
 
 
+@pytest.mark.drill
 def test_a_process_that_fails_does_not_wait_for_the_others(broken_photo, tmp_path):
     """One process cannot read an image: it names the image and exits, while the other waits in an all-reduce."""
     data, broken = broken_photo

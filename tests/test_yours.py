@@ -101,9 +101,9 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("task", "script"), [
-    ("regression", "train_DDP.py"), pytest.param("regression", "train_TP.py", marks=pytest.mark.nightly),
-    pytest.param("segmentation", "train_DDP.py", marks=pytest.mark.drill),
-    pytest.param("segmentation", "train_FSDP.py", marks=pytest.mark.drill)])
+    pytest.param("regression", "train_TP.py", marks=pytest.mark.nightly),
+    *(pytest.param(*pair, marks=pytest.mark.drill) for pair in (
+        ("regression", "train_DDP.py"), ("segmentation", "train_DDP.py"), ("segmentation", "train_FSDP.py")))])
 def test_two_processes_train_the_same_model(trained, task, script):
     one, two = trained(task, "train.py")[0], trained(task, script)[0]
     for file in ("best.pt", "last.pt"):
@@ -116,6 +116,7 @@ def test_the_headline_says_into_how_many_units_a_model_in_containers_is_split(tr
     assert f" parameters in {units} FSDP units\n" in trained(task, TASKS[task][-1])[1].out
 
 
+@pytest.mark.drill
 def test_the_model_learns_and_the_best_is_the_highest_of_negative_scores(trained):
     for folder, result in [trained("regression", script) for script in ("train.py", "train_DDP.py")]:
         lines = epochs(result.out)
