@@ -23,11 +23,16 @@ class Part(NamedTuple):
 
 
 def dense(tensor):
-    """Return the full tensor, dense and in float64, on a device that supports float64."""
-    tensor = tensor.detach()
+    """Return the full tensor, dense and in float64, on a device that supports float64; complex numbers as pairs."""
+    tensor = real(tensor.detach())
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).double()
+
+
+def real(tensor):
+    """Return a tensor of complex numbers with a last axis for the real and imaginary parts, and others unchanged."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def digest(tensors, parts=()):

@@ -3,7 +3,7 @@ import gc
 
 import torch
 
-from .digests import wave
+from .digests import real, wave
 
 
 class Modules:
@@ -18,9 +18,9 @@ class Modules:
         """Find all modules, buffers and averages of the weights; return a name for each of `parameters`."""
         gc.unfreeze()  # gc.get_objects() omits objects that the program has frozen
         names = {}
-        objects = gc.get_objects()
-        modules = [item for item in objects if issubclass(type(item), torch.nn.Module)]
-        self.scalers = [item for item in objects if issubclass(type(item), torch.amp.GradScaler)]
+        found = [item for item in gc.get_objects() if issubclass(type(item), (torch.nn.Module, torch.amp.GradScaler))]
+        self.scalers = [item for item in found if isinstance(item, torch.amp.GradScaler)]
+        modules = [item for item in found if isinstance(item, torch.nn.Module)]
         inside = {id(child) for module in modules for child in module.children()}
         outermost = [module for module in modules if id(module) not in inside]
         for module in modules:
@@ -44,20 +44,20 @@ class Modules:
         for module in averages:
             found |= {id(item): (f"average of {plain(name)}", item) for name, item in module.named_parameters()}
             found |= {id(item): (f"average's buffer {plain(name)}", item) for name, item in module.named_buffers()}
-        self.unoptimized = sorted(((name, item) for name, item in found.values() if item.is_floating_point()
-                                   and item.numel() and not item.is_meta), key=lambda pair: pair[0])
+        self.unoptimized = sorted(((name, item) for name, item in found.values() if item.numel() and not item.is_meta
+                                   and real(item).is_floating_point()), key=lambda pair: pair[0])
         return [names.get(id(item), "parameter") for item in parameters]
 
     def passes(self, kind, module, value, outermost):
         """Note the sums of a module's inputs or outputs over all elements; they add up over ranks and micro-batches."""
-        tensors = tensors_of(value) if id(module) in self.names else []
-        for real in (True, False):
-            if found := [item for item in tensors if item.is_floating_point() == real]:
+        tensors = [real(item) for item in tensors_of(value)] if id(module) in self.names else []
+        for floats in (True, False):
+            if found := [item for item in tensors if item.is_floating_point() == floats]:
                 with torch.no_grad():  # a plane wave along the last axis, but only the sum of integers
-                    flat = [item.double().reshape(-1, item.shape[-1] if real and item.ndim > 1 else 1)
+                    flat = [item.double().reshape(-1, item.shape[-1] if floats and item.ndim > 1 else 1)
                             for item in found]
                     waves = [(item @ wave(item.shape[1], item.device).real).sum() for item in flat]
-                    self.passed.append([kind if real else f"{kind} (integers)", self.names[id(module)], outermost,
+                    self.passed.append([kind if floats else f"{kind} (integers)", self.names[id(module)], outermost,
                                         flat[0].shape[1], sum(item.numel() for item in flat),
                                         float(sum(item.square().sum() for item in flat)), float(sum(waves))])
 

@@ -4,6 +4,11 @@ import sys
 import torch
 
 
+def widened(tensor):
+    """Return a tensor in float64 or complex128 if it is floating-point or complex."""
+    return tensor.double() if tensor.is_floating_point() else tensor.cdouble() if tensor.is_complex() else tensor
+
+
 def patches(stepping):
     """Return (replacement, owner, *names) for torch's functions. `stepping` tells whether an optimizer's step runs."""
     def cast(function, tensor, **more):
@@ -18,7 +23,7 @@ def patches(stepping):
         if function.__name__ == "tensor" and caller.startswith("torch.distributed."):
             return function(*args, **more)  # torch 2.11's pipelines receive it in torch.zeros(..., dtype=float32)
         narrow = (torch.float32, torch.bfloat16, torch.float16)[:3 if stepping() else 1]
-        wide = {id(dtype): torch.float64 for dtype in narrow}
+        wide = {id(dtype): torch.float64 for dtype in narrow} | {id(torch.complex64): torch.complex128}
         more = {name: wide.get(id(value), value) for name, value in more.items()}
         return function(*[wide.get(id(value), value) for value in args], **more)
 

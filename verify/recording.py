@@ -145,7 +145,7 @@ class Recorder:
 
     def criterion(self, function, *args, **more):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not backward_runs():
-            self.counted += counts_of(tensors_of((args, more))[1:2])
+            self.counted += counts_of(tensors_of((args, more))[1:2], more.get("ignore_index", -100))
         return function(*args, **more)
 
     def backward(self, function, tensors, *args, **more):
@@ -268,15 +268,13 @@ class Recorder:
 
         `values` has the digests of all parameters, if they are known.
         """
-        _, names, parts = self.tables[self.outer]
-        dense = [number for number, item in enumerate(self.parameters) if not hasattr(item, "full_tensor")]
-        small = sorted(dense, key=lambda number: self.parameters[number].numel())[:PROBES]
+        _, names, parts, small = self.tables[self.outer]
         digests = [values[number] for number in small] if values else digest(
             [self.parameters[number] for number in small], [parts[number] for number in small])
         return [[*names[number][:2], found] for number, found in zip(small, digests)]
 
     def tabulate(self, names):
-        """Return a list of each parameter's (name, shape of the whole tensor, digest), and the list of Parts."""
+        """Return lists: each parameter's (name, shape of the whole tensor, digest), the Parts, and the probes."""
         self.begin()
         parts = find_parts(names, self.parameters, self.wholes, self.rank)
         shapes = [list(item.shape) for item in self.parameters]
@@ -290,7 +288,8 @@ class Recorder:
         table = list(zip(names, shapes, digest(self.parameters, parts)))
         self.write("parameters", rows=[[*row, part and [hash(part.places), len(part.places) / part.total]]
                                        for row, part in zip(table, parts)])
-        return table, parts
+        local = [number for number, item in enumerate(self.parameters) if not hasattr(item, "full_tensor")]
+        return table, parts, sorted(local, key=lambda number: self.parameters[number].numel())[:PROBES]
 
     def after_step(self, optimizer, args, more):
         if optimizer is not self.outer:
@@ -299,7 +298,7 @@ class Recorder:
         self.flags |= {"batchnorm" for item in self.modules.leaves
                        if item.training and isinstance(item, norms) and not isinstance(item, exact)}
         self.flags |= {"evaluated"} if self.samples.evaluated else set()
-        keys, _, parts = self.tables[optimizer]
+        keys, _, parts, _ = self.tables[optimizer]
         grads = self.grads or digest([item.grad for item in self.parameters], parts)
         before, probes = self.before
         self.flags |= {str(item.dtype) for item in self.parameters}

@@ -1,4 +1,5 @@
 """Watch what a program reads: the samples that its DataLoaders deliver or, without one, the inputs of its models."""
+import collections
 import dataclasses
 import functools
 import math
@@ -6,7 +7,8 @@ import weakref
 
 import torch
 
-from .digests import wave
+from .digests import SMALL, real, wave, waves
+from .precision import widened
 from .records import INPUTS
 
 
@@ -36,7 +38,7 @@ class Samples:
         """Return a batch of a DataLoader, in float64 unless `native`. Record its samples if it may be trained on."""
         def visit(value):
             if isinstance(value, torch.Tensor):
-                return value.double() if value.is_floating_point() and not native else value
+                return value if native else widened(value)
             if isinstance(getattr(value, "data", None), dict):  # a UserDict, such as transformers' BatchEncoding
                 value.data = torch.utils._pytree.tree_map(visit, value.data)
             return value
@@ -126,45 +128,46 @@ def by_sample(batch, count):
     return [part for part in found if len(part) == count]
 
 
-def counts_of(parts):
+def counts_of(parts, ignored=-100):
     """Return, for each tensor, numbers that a loss may be divided by: elements, labels, tokens or masked values, sum.
 
-    Labels are what is not -100, tokens what is not 0. Without the first token of each row, they count a second time,
-    for models that predict the next token.
+    Labels are what is not `ignored`, tokens what is not padding. Without the first token of each row, they count a
+    second time, for models that predict the next token.
     """
     found = []
-    for item in parts:
-        if not isinstance(item, torch.Tensor):
-            continue
+    for item in (real(item) for item in parts if isinstance(item, torch.Tensor)):
         if item.numel() > 1e6:
             found.append([item.numel()] * 4)  # such as images: too slow to look at
             continue
+        mask = item.ndim > 1 and all(bool(((rows == 0) | (rows == 1)).all()) for rows in (item[:1], item))
+        whole = not item.is_floating_point()
+        padding = padding_of(item)[0] if whole and not mask else 0
         for part in (item, item[:, 1:]) if item.ndim == 2 else (item,):
-            mask = part.ndim > 1 and (not part.is_floating_point() or all(
-                bool(((rows == 0) | (rows == 1)).all()) for rows in (part[:1], part)))  # most often, one row tells
-            found.append([part.numel(), int((part != -100).sum()),
-                          int((part != 0).sum()) if mask else part.numel(), float(part.sum())])
+            size = part.numel()
+            found.append([size, int((part != ignored).sum()) if whole else size,
+                          int((part != padding).sum()) if mask or whole and part.ndim > 1 else size, float(part.sum())])
     return found
 
 
 def described(number, parts):
     """Return what is recorded of a batch: the number of its loader, counts, samples and, for each part, its ends."""
-    parts = [part.detach().cpu() if isinstance(part, torch.Tensor) else part for part in parts]
-    return number, counts_of(parts), samples_of(parts), [ends_of(*pair) for pair in enumerate(parts, 1)]
+    parts = [real(part.detach()).cpu() if isinstance(part, torch.Tensor) else part for part in parts]
+    ends = [(*padding_of(part), digest_of_ones(part.shape[1:], n)) if isinstance(part, torch.Tensor) else (0, 0, 0)
+            for n, part in enumerate(parts, 1)]
+    return number, counts_of(parts), samples_of(parts), ends
 
 
-def ends_of(n, part):
-    """Return the number that ends most rows of the `n`th part twice, the number of these rows, and a digest of ones.
+def padding_of(part):
+    """Return the number that ends most rows twice, and the number of these rows, or zeros.
 
     A row that is padded to the length of the batch's longest row ends with the padding: records.without_padding().
     """
-    if not isinstance(part, torch.Tensor) or not len(part) or part[0].numel() < 2:
-        return 0, 0, 0
-    ends = part.reshape(len(part), -1)[:, -2:].double()
-    values, counts = ends[ends[:, 0] == ends[:, 1], 1].unique(return_counts=True)
-    value = float(values[counts.argmax()]) if len(values) else 0
-    value = 0 if value == -100 or not math.isfinite(value) else value  # the digest of a row is already without -100
-    return value, int(max(counts, default=0)), digest_of_ones(part.shape[1:], n)
+    if not len(part) or part[0].numel() < 2:
+        return 0, 0
+    ends = part.reshape(len(part), -1)[:, -2:]
+    padded = ends[ends[:, 0] == ends[:, 1], 1].tolist()
+    value, count = collections.Counter(padded).most_common(1)[0] if padded else (0, 0)
+    return float(value) if value != -100 and math.isfinite(value) else 0, count  # digests are already without -100
 
 
 @functools.lru_cache(maxsize=256)
@@ -181,16 +184,19 @@ def samples_of(parts):
             digest += digests_of(part, n)
             labels += part * n if part.ndim == 1 and not part.is_floating_point() else 0
         else:
-            digest += torch.cat([digests_of(row.detach().cpu()[None], n) for row in part])
+            digest += torch.cat([digests_of(real(row.detach()).cpu()[None], n) for row in part])
     size = sum(part[0].numel() for part in parts if len(part) == rows > 0)
     return [(*pair, size) for pair in zip(digest.tolist(), labels.tolist())]
 
 
 def digests_of(part, n):
     """Return the digest of each row of the `n`th part. Zeros at the end of a row, along any axis, add nothing to it."""
-    part = part.double().reshape(len(part), *(part.shape[1:] or (1,)))
+    shape = part.shape[1:] or (1,)
+    part = part.double().reshape(len(part), *shape)
     part = part.masked_fill(part == -100, 0)  # padded labels
-    for axis in range(part.ndim - 2, -1, -1):
-        factors = wave(part.shape[-1], part.device, axis)
+    if math.prod(shape) <= SMALL:
+        return part.reshape(len(part), math.prod(shape)) @ waves(shape, part.device)[n % 2] * n
+    for axis in range(len(shape) - 1, -1, -1):
+        factors = wave(shape[axis], part.device, axis)
         part = part @ factors if part.is_complex() else torch.view_as_complex(part @ torch.view_as_real(factors))
     return (part.imag if n % 2 else part.real) * n

@@ -13,6 +13,7 @@ from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, rep
 
 import verify
 from verify.comparing import Failure, compare_runs, float64_fails, printed_differ
+from verify.digests import digest
 from verify.explaining import CAUSES as KNOWN
 from verify.explaining import (
     Difference,
@@ -26,8 +27,9 @@ from verify.explaining import (
     unmatched,
 )
 from verify.modules import Modules
+from verify.precision import widened
 from verify.records import INPUTS, Row, Run, equal, in_step, join_samples, match
-from verify.samples import by_sample, described
+from verify.samples import by_sample, counts_of, described
 from verify.watching import new_order, watch
 
 HERE = Path(__file__).parent
@@ -523,6 +525,28 @@ def test_inputs_that_are_integers_are_recorded_apart():
     modules.names[id(layer)] = "layer"
     modules.passes("input", layer, (torch.tensor([1, 3]), torch.ones(2, 3)), True)
     assert [row[:2] for row in modules.passed] == [["input", "layer"], ["input (integers)", "layer"]]
+
+
+def test_both_parts_of_complex_numbers_are_recorded():
+    """In parameters, samples, inputs of modules and buffers; torch would drop the imaginary part with a warning."""
+    found = []
+    for value in (torch.tensor([[1 + 2j, 3 - 1j], [2j, 0]]), torch.tensor([[1 - 2j, 3 + 1j], [-2j, 0]])):
+        modules, layer = Modules(), torch.nn.Linear(2, 2, dtype=torch.cfloat)
+        layer.register_buffer("phase", value)
+        modules.find([*layer.parameters()], {*map(id, layer.parameters())})
+        modules.passes("input", layer, value, True)
+        assert widened(value).dtype == torch.complex128
+        found += [[*digest([value])[0], *(row[:2] for row in described(0, [value])[2]), modules.passed[0][-1],
+                   digest([item for _, item in modules.unoptimized])[0]]]
+        del layer
+    assert not any(one == other for one, other in list(zip(*found))[1:])
+
+
+@pytest.mark.parametrize(("rows", "ignored", "tokens"), [
+    ([[5, 6, 2, 2], [3, 2, 2, 2], [7, 8, 9, 4]], -100, (12, 7)), ([[5, 6], [3, 4]], 3, (3, 4)),
+    ([[1, 1, 0], [1, 1, 1], [0, 0, 0]], -100, (9, 5)), ([[5, 6, 0], [3, 0, 0]], -100, (6, 3))])
+def test_counts_leave_out_padding_and_ignored_labels(rows, ignored, tokens):
+    assert tuple(counts_of([torch.tensor(rows)], ignored)[0][1:3]) == tokens
 
 
 def test_samples_that_every_rank_reads_count_once():
