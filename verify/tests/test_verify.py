@@ -201,13 +201,13 @@ def test_ranks_that_train_apart_are_not_comparable_with_one(records):
 
 
 def test_a_schedule_that_runs_twice_as_fast_is_named():
-    runs = [Run(label, [(0, [{"event": "step", "flags": [], "batches": [],
+    runs = [Run(label, [(0, [{"event": "step", "flags": [], "batches": [], "size": 0, "losses": [1.0], "clips": [],
                               "rows": [["w", [2], [1.0] * 3, [rate], [1.0] * 3, [1.0] * 3]]} for rate in rates])])
             for label, rates in (("A", [6e-5, 5e-5, 4e-5, 3e-5, 2e-5, 1e-5]), ("B", [6e-5, 4e-5, 2e-5, 0, 0, 0]))]
     pairs = list(zip(*[run.at(1)[1] for run in runs]))
-    it = SimpleNamespace(a=runs[0], b=runs[1], step=1, column="rate", pairs=pairs)
-    assert learning_rate(it).startswith("the rate of all parameters is 5e-05 in A")
-    assert "the schedule of B runs 2 times as fast" in learning_rate(it)
+    said = learning_rate(Difference(*runs, 1, "rate", pairs))
+    assert said.startswith("the rate of all parameters is 5e-05 in A")
+    assert "the schedule of B runs 2 times as fast" in said
 
 
 def test_an_option_of_another_group_is_named_with_its_parameter():
@@ -554,7 +554,7 @@ def test_samples_that_every_rank_reads_count_once():
     a, b = (made(label, *[[("weight", [2], [0.0] * 3, [1.0, projection, 0.5], [0.0] * 3)]] * ranks)
             for label, ranks, projection in (("A", 1, 0.7), ("B", 2, 0.2)))
     difference = Difference(a, b, 0, "grad", match(a.at(0)[1], b.at(0)[1]))
-    assert difference.ours == difference.theirs == [1.0, 2.0]
+    assert difference.a.samples == difference.b.samples == [1.0, 2.0]
 
 
 def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path):
