@@ -3,7 +3,6 @@ import argparse
 import json
 import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 from .comparing import compare, float64_fails, refuse
 from .explaining import CAUSES, UNSURE, draws_that_differ, trace
 from .records import Run
-from .resuming import LOST, resume
+from .resuming import LOST, remove, resume
 from .running import printed, record
 from .watching import watch
 
@@ -68,11 +67,6 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
             report = trace(report, *runs)
     report["notes"] += notes
     return report
-
-
-def remove(paths):
-    for path in paths:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def show(report, commands):
@@ -145,10 +139,12 @@ def main():
     one, sent = args.watch or args.resume, getattr(signal, "SIG" + args.signal.upper().removeprefix("SIG"), None)
     if len(args.commands) != 2 - one:
         parser.error(f"{len(args.commands)} COMMAND given, {2 - one} needed")
-    if args.resume and (args.watch or not args.fresh or not sent or args.kill_after < 0):
-        parser.error("--resume needs --fresh PATH, where the command saves" if not args.fresh else
-                     "--watch and --resume exclude each other" if args.watch else
-                     f"--kill-after {args.kill_after} --signal {args.signal}: no positive number, or no signal")
+    if args.resume and not args.fresh:
+        parser.error("--resume needs --fresh PATH, where the command saves")
+    if args.resume and args.watch:
+        parser.error("--watch and --resume exclude each other")
+    if args.kill_after < 0 or not sent:
+        parser.error(f"--kill-after {args.kill_after} --signal {args.signal}: no positive number, or no signal")
     if not args.resume and (args.kill_after or args.resume_with or args.signal != "KILL"):
         parser.error("--kill-after, --signal and --resume-with need --resume")
     if not all(args.commands):
@@ -168,8 +164,8 @@ def main():
             other = shlex.join(args.resume_with) if args.resume_with else commands[0]
             sent = None if args.signal.upper().endswith("KILL") else sent
             try:
-                report = resume(commands[0], other, folder, args.fresh, lambda: remove(args.fresh), sent,
-                                args.kill_after, args.steps, args.timeout, args.eval_mode)
+                report = resume(*commands, other, folder, args.fresh, sent, args.kill_after, args.steps, args.timeout,
+                                args.eval_mode)
             finally:
                 remove(args.fresh)
             show_resume(report, commands[0], other)

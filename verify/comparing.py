@@ -85,37 +85,36 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         if not any(run.ranks.values()) or run.doubled:
             reason = "restarted, or its processes did not join one group" if run.doubled else "took no optimizer step"
             return refuse(report, f"command {run.label} {reason}")
-    for state in (state for run in (a, b) for steps in run.ranks.values() for state in steps):
-        state["flags"] = {*state["flags"]} - {"random"} if calm else state["flags"]
+    for state in (state for run in (a, b) for steps in run.ranks.values() for state in steps if calm):
+        state["flags"] = {*state["flags"]} - {"random"}
     paces = [0 if again else run.trains_apart()[0] for run in (a, b)]
-    by_rank = all(0 < pace < math.inf for pace in paces) and len(a.ranks) == len(b.ranks)
+    local = [0 < pace < math.inf for pace in paces]  # local updates: the ranks of this run may differ
+    by_rank = all(local) and len(a.ranks) == len(b.ranks)
     if 0 < max(paces) < math.inf and not by_rank:
         return meeting(report, a, b, paces)
     for step in range(min(a.length, b.length)):
         limit = min(max(limits.low, 1000 * report["difference"]), limits.high)
         columns = ("start", "rate", "grad", "value")[step > 0:]
-        rows, others = a.at(step)[1], b.at(step)[1]
-        pairs = match(rows, others)
         if by_rank:
             states = [run.at(step)[0] for run in (a, b)]
             pairs = [pair for one, two in zip(*states) for pair in match(one["rows"], two["rows"])]
-            rows, others = [[row for state in part for row in state["rows"]] for part in states]
+            rows, others = ([row for state in part for row in state["rows"]] for part in states)
+        else:
+            rows, others = a.at(step)[1], b.at(step)[1]
+            pairs = match(rows, others)
         total = math.hypot(*[one.grad[0] for one, _ in pairs])
         moved = [pair for pair in pairs if not max(pair[0].grad[0], pair[1].grad[0]) <= limits.floor * total]
         found = [(column, *worst(moved if native and column == "value" else pairs, column,
                                  limits.floor if column == "grad" else NOISE)) for column in columns]
-        answer = None
-        for run, other, pace in ((a, b, paces[0]), (b, a, paces[1])):
-            if not answer and not again and not 0 < pace < math.inf:
-                answer = ranks_differ(run, step, columns, limit, other)
-        if not answer and not len(pairs) == len(rows) == len(others):
-            answer = *unmatched(rows, others, pairs), step, None, None
-        for column, difference, name in found:
-            if not answer and difference > limit:
-                answer = *Difference(a, b, step, column, pairs).explain(), step, name, difference, column
         report["difference"] = max(report["difference"], *[difference for _, difference, _ in found])
-        if answer:
-            return different(*answer)
+        for run, other, may_differ in ((a, b, local[0]), (b, a, local[1])) if not again else ():
+            if not may_differ and (answer := ranks_differ(run, step, columns, limit, other)):
+                return different(*answer)
+        if not len(pairs) == len(rows) == len(others):
+            return different(*unmatched(rows, others, pairs), step)
+        for column, difference, name in found:
+            if difference > limit:
+                return different(*Difference(a, b, step, column, pairs).explain(), step, name, difference, column)
         if all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
             return refuse(report, f"both models contain NaN or infinity after step {step + 1}")
     rows = (row for run in (a, b) for step in range(run.length) for row in run.at(step)[1])

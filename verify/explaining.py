@@ -52,7 +52,7 @@ class Difference:
         self.parallel = self.b if self.b.layout > self.a.layout else self.a  # the run with more parts
         means, sums = (self.a.mean, self.b.mean), ((self.a.loss, self.b.mean), (self.a.mean, self.b.loss))
         self.losses = next((pair for pair in sums if math.isclose(*pair)), means)  # ranks may have parts of a sum
-        self.same_loss, self.same_mean = math.isclose(*self.losses), math.isclose(*means)
+        self.same_loss = math.isclose(*self.losses)
         self.flags = {flag for state in self.states for flag in state["flags"]}
 
     @cached_property
@@ -93,14 +93,10 @@ def common_factor(pairs):
     return factor, worst(scaled, "grad")[0]
 
 
-def start(diff):
-    return diff.column == "start" and f"{diff.a.label} and {diff.b.label} start with different weights"
-
-
 def batch_size(diff):
     one, two = len(diff.a.samples), len(diff.b.samples)
     if diff.seen and one != two and not diff.factor:
-        return f"the step reads {one} samples in {diff.a.label}, {two} in {diff.b.label}"
+        return f"the step reads {one} samples in A, {two} in B"
 
 
 def learning_rate(diff):
@@ -108,8 +104,8 @@ def learning_rate(diff):
         return None
     differ = [pair for pair in diff.pairs if pair[0].rate != pair[1].rate]
     one, two = differ[0]
-    fact = (f"the rate of {some([row for row, _ in differ], diff.pairs)} is {one.rate[0]:g} in {diff.a.label} "
-            f"and {two.rate[0]:g} in {diff.b.label}")
+    which = some([row for row, _ in differ], diff.pairs)
+    fact = f"the rate of {which} is {one.rate[0]:g} in A and {two.rate[0]:g} in B"
     fact += ", after equal earlier rates" if diff.step else ""
     rates = [[row.rate[0] for step in diff.steps for row in side.run.at(step)[0][0]["rows"] if row.name == one.name]
              for side in diff.sides]
@@ -118,7 +114,7 @@ def learning_rate(diff):
         fact += f", {ratio:.6g} times as high in all {len(later)} steps from here on"
     slow, fast = [[rate / max(one.rate + two.rate) for rate in found] for found in rates]
     for pace in range(2, 9):
-        for label, short, long in ((diff.b.label, fast, slow), (diff.a.label, slow, fast)):
+        for label, short, long in (("B", fast, slow), ("A", slow, fast)):
             often = long[::pace]
             if len({*short}) > 2 and len(long) > 2 * pace and equal(short[:len(often)], often):
                 return f"{fact}; the schedule of {label} runs {pace} times as fast"
@@ -127,7 +123,7 @@ def learning_rate(diff):
 
 def optimizer(diff):
     if diff.column == "value":
-        options = options_that_differ(diff.pairs, diff.a.label, diff.b.label)
+        options = options_that_differ(diff.pairs, "A", "B")
         return f"equal gradients, but different updates{': ' * bool(options)}{options}"
 
 
@@ -160,7 +156,7 @@ def some(rows, pairs):
 def evaluation(diff):
     one, two = (max(state["resting"] for state in side.states) for side in diff.sides)
     if one != two:
-        return f"{one} layers of {diff.a.label} are in evaluation mode, {two} of {diff.b.label}"
+        return f"{one} layers of A are in evaluation mode, {two} of B"
 
 
 def old_weight(diff):
@@ -177,8 +173,8 @@ def stale(diff):
     """In one run only, gradients are not zero before the first backward pass of the step."""
     left, right = ({name for state in side.states for name in state["stale"]} for side in diff.sides)
     if bool(left) != bool(right):
-        label = diff.b.label if right else diff.a.label
-        return f"before the step's first backward pass, {label} still has gradients that {min(left | right)} left"
+        label, optimizer = "B" if right else "A", min(left | right)
+        return f"before the step's first backward pass, {label} still has gradients that {optimizer} left"
 
 
 def clip(diff):
@@ -186,47 +182,38 @@ def clip(diff):
     if diff.factor:
         plain = Fraction(diff.factor).limit_denominator(16)
         if diff.same_loss and (plain == 1 or abs(diff.factor - plain) > EQUAL):
-            return f"{times(diff, diff.factor)}, after equal losses"
+            return f"{times(diff.factor)}, after equal losses"
         if not same_norm and min(abs(max(diff.factor, 1 / diff.factor) - n) for n in range(2, 65)) < 1e-4:
             return None  # a whole factor, which scales the norms, too
     left, right = ([state["clips"] for state in side.states] for side in diff.sides)
     if len(left[0]) != len(right[0]):
-        return f"{diff.a.label} clips {len(left[0])} time(s) in this step, {diff.b.label} {len(right[0])}"
+        return f"A clips {len(left[0])} time(s) in this step, B {len(right[0])}"
     for (one, _), (two, _) in [*zip(left[0], left[-1]), *zip(right[0], right[-1])]:
         if not math.isclose(one, two, rel_tol=EQUAL):
             return f"two ranks clip different norms, {one:.4g} and {two:.4g}"
     for (one, bound), (two, other) in zip(left[0], right[0]):
         scaled = max(one, two) > 100 * min(one, two)
         if bound != other or scaled:
-            return (f"{diff.a.label} clips a norm of {one:.4g} to {bound:g}, {diff.b.label} {two:.4g} to {other:g}"
-                    + ", which is still scaled (pitfall P6)" * scaled)
-
-
-def whole_loss(diff):
-    """Each rank computes the loss of the whole batch, from gathered values, but gets only a part of its gradient."""
-    losses = [*map(loss_of, diff.states)]
-    alike = all(math.isclose(loss, losses[0]) for loss in losses)
-    if alike and diff.factor and smaller(diff, diff.factor) and len(diff.parallel.states) > 1 and lost(diff):
-        return f"{times(diff, diff.factor)}, though each rank has the whole loss, {losses[0]:.9g}{lost(diff)}"
+            fact = f"A clips a norm of {one:.4g} to {bound:g}, B {two:.4g} to {other:g}"
+            return fact + ", which is still scaled (pitfall P6)" * scaled
 
 
 def scale(diff):
     if not diff.factor:
         return None
     factor = diff.b.norm / diff.a.norm if diff.a.norm and diff.b.norm else diff.factor
-    fact, (ranks, micro_batches) = times(diff, factor), diff.b.layout
-    if smaller(diff, factor) and diff.same_mean:
-        fact += f", after equal losses: a sum is divided twice, or a part of the gradient is lost{lost(diff)}"
-    return f"{fact}; {diff.b.label} has {ranks} rank(s) and {micro_batches} micro-batch(es)"
+    less = (factor < 1) == (diff.parallel is diff.b)  # the run with more ranks or micro-batches has the lower gradients
+    losses, (ranks, micro_batches) = [*map(loss_of, diff.states)], diff.b.layout
+    whole = len(diff.parallel.states) > 1 and all(math.isclose(loss, losses[0]) for loss in losses)
+    if less and whole and lost(diff):  # the loss of the whole batch, from gathered values
+        return "no-backward", f"{times(factor)}, though each rank has the whole loss, {losses[0]:.9g}{lost(diff)}"
+    why = ", after equal losses: a sum is divided twice, or a part of the gradient is lost" + lost(diff)
+    why *= less and math.isclose(diff.a.mean, diff.b.mean)
+    return f"{times(factor)}{why}; B has {ranks} rank(s) and {micro_batches} micro-batch(es)"
 
 
-def times(diff, factor):
-    return f"the gradients of {diff.b.label} are {factor:.9g} times those of {diff.a.label}"
-
-
-def smaller(diff, factor):
-    """Return whether the gradients of the run with more ranks or micro-batches are the smaller ones."""
-    return (factor < 1) == (diff.parallel is diff.b)
+def times(factor):
+    return f"the gradients of B are {factor:.9g} times those of A"
 
 
 def lost(diff):
@@ -238,12 +225,12 @@ def lost(diff):
 def no_gradient(diff):
     """Some gradients are zero in one run only. A gradient at the level of rounding errors counts as zero, too."""
     noise = NOISE * math.hypot(*[max(one.grad[0], two.grad[0]) for one, two in diff.pairs])
-    for side, number in ((diff.b, 1), (diff.a, 0)):
+    for label, number in (("B", 1), ("A", 0)):
         without = [pair[number] for pair in diff.pairs if not pair[number].grad[0] and pair[1 - number].grad[0] > noise]
         if without:
             how = ("grad is None", "autograd does not reach it", "autograd computes zero")[without[0].reach]
-            return (f"{len(without)} parameter(s) get no gradient in {side.label}, such as {without[0].name}: {how}"
-                    + lost(diff))
+            fact = f"{len(without)} parameter(s) get no gradient in {label}, such as {without[0].name}: {how}"
+            return fact + lost(diff)
 
 
 def group_scale(diff):
@@ -251,8 +238,8 @@ def group_scale(diff):
     moved = [pair for pair in diff.pairs if worst([pair], "grad")[0] > EQUAL]
     factor, deviation = common_factor(moved) if moved else (0, 0)
     if factor > 0 and deviation < EQUAL and len(moved) < len(diff.pairs):
-        return (f"{len(moved)} of {len(diff.pairs)} gradients of {diff.b.label} are {factor:.6g} times those of "
-                f"{diff.a.label}, such as that of {moved[0][0].name}; the others are equal")
+        return (f"{len(moved)} of {len(diff.pairs)} gradients of B are {factor:.6g} times those of A, such as that of "
+                f"{moved[0][0].name}; the others are equal")
 
 
 def computed_inputs(diff):
@@ -275,15 +262,11 @@ def set_epoch(diff):
             if equal(read_once(side.run, again, len(side.samples)), side.samples) and \
                     not equal(other.run.samples(again), other.run.samples(diff.step)):
                 fact = f"{side.label} reads the same samples in steps {diff.step + 1} and {again + 1}"
-                one, two = sampler(side.run), sampler(other.run)
+                one, two = (next((event["sampler"] for events in found.run.events.values() for event in events
+                                  if event["event"] == "epoch"), "") for found in (side, other))
                 if one != two and "set_epoch" in two:  # as when Lightning replaces a sampler that does not shuffle
                     fact += f" ({one}), {other.label} shuffles ({two})"
                 return fact if "set_epoch" in one else ("samples", fact)
-
-
-def sampler(run):
-    return next((event["sampler"] for events in run.events.values() for event in events if event["event"] == "epoch"),
-                "")
 
 
 def samples(diff):
@@ -307,15 +290,6 @@ def samples(diff):
     return fact + ", and the other steps have none in common: the values may differ, too" * (not one & two)
 
 
-def reset(diff):
-    return "reset" in diff.a.run.flags ^ diff.b.run.flags and "gradients are zero before a later micro-batch"
-
-
-def batchnorm(diff):
-    """With equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests."""
-    return diff.split and not diff.same_loss and flagged("batchnorm", diff)
-
-
 def no_backward(diff):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
     if diff.seen and diff.same_loss and len(diff.a.states) != len(diff.b.states):
@@ -329,8 +303,8 @@ def buffers(diff):
     for side in diff.sides if not diff.same_loss else ():
         for rank, state in zip(side.run.ranks, side.states):
             if found := apart(first, state["unoptimized"], EQUAL, ("buffer", "average", "other")):
-                return (f"{found[0]} on rank {rank} of {side.label} differs from that on rank 0 of {diff.a.label}"
-                        + where(found[0], diff.a.states, diff.b.states))
+                fact = f"{found[0]} on rank {rank} of {side.label} differs from that on rank 0 of A"
+                return fact + where(found[0], diff.a.states, diff.b.states)
 
 
 def where(name, *runs):
@@ -385,38 +359,33 @@ def uneven_mean(diff):
                     "micro-batches")
 
 
-def loss(diff):
-    return not diff.same_loss and f"{UNSURE}{mean_losses(diff)}{lost(diff)}"
-
-
 def mean_losses(diff):
     seen = "equal samples" if diff.seen else "the samples were not seen, so they may differ"
-    return f"{seen}; mean loss {diff.losses[0]:.9g} in {diff.a.label}, {diff.losses[1]:.9g} in {diff.b.label}"
-
-
-def flagged(flag, diff):
-    return flag in diff.flags and mean_losses(diff)
+    return f"{seen}; mean loss {diff.losses[0]:.9g} in A, {diff.losses[1]:.9g} in B"
 
 
 # The first rule that holds names the cause, so a rule stands before all rules whose condition its cause also meets:
 RULES = [
     # what precedes the gradients: each of these changes all that follows
-    ("start", start), ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
+    ("start", lambda diff: diff.column == "start" and "A and B start with different weights"),
+    ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
     # from here on, the gradients differ
     ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale),
     # gradients that are proportional or zero: other samples or losses cannot make them so
-    ("clip", clip), ("no-backward", whole_loss), ("scale", scale), ("no-gradient", no_gradient),
-    ("group-scale", group_scale),
+    ("clip", clip), ("scale", scale), ("no-gradient", no_gradient), ("group-scale", group_scale),
     # other samples: all that is computed from them differs
     ("buffers", computed_inputs), ("set-epoch", set_epoch), ("samples", samples),
     # from here on, the samples are equal, or they were not seen
-    ("reset", reset), ("batchnorm", batchnorm), ("no-backward", no_backward),
-    ("buffers", buffers), ("uneven-mean", reweighted), ("random", lambda diff: flagged("random", diff)),
-    ("forward", forward),
+    ("reset", lambda diff: "reset" in diff.a.run.flags ^ diff.b.run.flags and
+     "gradients are zero before a later micro-batch"),
+    # with equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests
+    ("batchnorm", lambda diff: "batchnorm" in diff.flags and diff.split and not diff.same_loss and mean_losses(diff)),
+    ("no-backward", no_backward), ("buffers", buffers), ("uneven-mean", reweighted),
+    ("random", lambda diff: "random" in diff.flags and mean_losses(diff)), ("forward", forward),
     # fallbacks: they hold for most differences of the loss, so the answer says "not sure"
     ("uneven-mean", uneven_mean),
-    ("evaluation", lambda diff: flagged("evaluated", diff) and UNSURE + mean_losses(diff)), ("loss", loss),
-    ("unknown", mean_losses)]
+    ("evaluation", lambda diff: "evaluated" in diff.flags and UNSURE + mean_losses(diff)),
+    ("loss", lambda diff: not diff.same_loss and UNSURE + mean_losses(diff) + lost(diff)), ("unknown", mean_losses)]
 
 
 def ranks_differ(run, step, columns, limit, other=None, skipped=()):
@@ -541,15 +510,16 @@ def first_value(a, b, step):
     """
     if min(a.length, b.length) <= step:
         return None
-    left, right = ([sums(state["passed"], 4) for state in run.at(step)[0]] for run in (a, b))
-    place, unlike, shared = 1, None, [key for key in left[0] if key in right[0]]
-    for kind, name, outermost, width in shared:  # in the order of the forward pass
-        shifted = "integers" in kind and place * outermost == 1  # an index into the batch depends on the split
-        if not shifted and all_differ(left, right, (kind, name, outermost, width)):
-            return kind, name, place * outermost
-        place = 2 if outermost and "output" in kind else place
-        if outermost and "output" in kind and not comparable(left, right, (kind, name, outermost, width)):
-            unlike = kind, name, SIZES
+    left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
+    place, unlike, shared = FIRST, None, [key for key in left[0] if key in right[0]]
+    for key in shared:  # in the order of the forward pass
+        kind, name, outermost, _ = key
+        pairs = comparable(left, right, key)
+        shifted = "integers" in kind and outermost and place == FIRST  # an index into the batch depends on the split
+        if pairs and not shifted and not any(equal(*pair) for pair in pairs):
+            return kind, name, place if outermost else INSIDE
+        if outermost and "output" in kind:
+            place, unlike = LATER, unlike if pairs else (kind, name, SIZES)
     return unlike or (() if shared else None)
 
 
@@ -558,33 +528,27 @@ def draws_that_differ(a, b, step):
 
     A site is a line of the program, with the library and the module. Sites are compared by the sums of their numbers.
     """
-    left, right = ([sums(state["sites"], 1) for state in run.at(step)[0]] for run in (a, b))
+    left, right = (sums(run.at(step)[0], "sites", 1) for run in (a, b))
     for mine, others in ((right, left), (left, right)):
-        found = [site for site in mine[0] if all(
-            all_differ([{site: sites.get(other, [])} for sites in others], mine, site) for other in others[0])]
+        found = [site for site in mine[0] if not any(
+            equal(*pair) for other in others[0] for pair in comparable(mine, others, site, other))]
         if found:
             return [label for (label,) in found]
     return []
 
 
-def all_differ(left, right, key):
-    """Return whether a value differs: summed over all ranks, on rank 0, and between the sum and rank 0."""
-    pairs = comparable(left, right, key)
-    return bool(pairs or not key[1:]) and not any(equal(*pair) for pair in pairs)
-
-
-def comparable(left, right, key):
-    """Return the pairs of a value's sums over all ranks, or on rank 0, that have equal sizes."""
-    ours, theirs = ([*map(sum, zip(*[sums[key] for sums in run if sums.get(key)]))] for run in (left, right))
-    one, two = left[0].get(key, []), right[0].get(key, [])
-    pairs = [(ours, theirs), (one, two), (ours, two), (one, theirs)]
+def comparable(left, right, key, other=None):
+    """Return the pairs of a value's sums that have equal sizes: over all ranks, or on rank 0, in each run."""
+    pairs = [(one.get(key, []), two.get(other or key, [])) for one in left for two in right]
     return [pair for pair in pairs if pair[0][:1] == pair[1][:1]]
 
 
-def sums(items, length):
-    """Return {the first `length` values of an item: the sums of its other values over all items}."""
-    found = {}
-    for item in items:
-        key, numbers = tuple(item[:length]), item[length:]
-        found[key] = [x + y for x, y in zip(found.get(key, [0] * len(numbers)), numbers)]
-    return found
+def sums(states, field, length):
+    """Return {the first `length` values of an item: the sums of its other values}, of rank 0 and of all ranks."""
+    first, every = {}, {}
+    for rank, state in enumerate(states):
+        for item in state[field]:
+            key, numbers = tuple(item[:length]), item[length:]
+            for found in (first, every) if rank == 0 else (every,):
+                found[key] = [x + y for x, y in zip(found.get(key, [0] * len(numbers)), numbers)]
+    return first, every

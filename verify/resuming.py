@@ -1,22 +1,23 @@
 """Kill a command, resume it, and name what the resumed run has lost, compared with a run that was not killed."""
 import json
 import math
+import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
 
 from .comparing import HALF, LIMITS, compare_runs, float64_fails, limits_of, refuse
 from .explaining import loss_of, options_that_differ
-from .records import Run, apart, equal, gap, match, without_padding, worst
+from .records import NOISE, Run, apart, equal, gap, match, without_padding, worst
 from .running import record
 
 LOST = json.loads(Path(__file__).with_name("lost.json").read_text())  # what is found, and the remedy
 
 
-def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=0, timeout=600.0, resting=()):
+def resume(command, other, folder, paths, sent=None, kill_after=0, steps=0, timeout=600.0, resting=()):
     """Run a command, run it again and kill it, resume it with the command `other`, and return the report.
 
-    `paths` has the outputs of the commands, which `clear()` deletes. The signal `sent` takes the place of SIGKILL.
+    `paths` has the outputs of the commands, which are deleted. The signal `sent` takes the place of SIGKILL.
     """
     def run(command, steps=0, sent=None, extra=None):
         into = Path(tempfile.mkdtemp(dir=folder))
@@ -26,7 +27,7 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
 
     notes = []
     for native in (False, True):
-        clear()
+        remove(paths)
         first, failure = run(command, steps)
         saved, names = saves(first), " ".join(map(str, paths))
         report = {"verdict": "same", "cause": None, "step": None, "parameter": None, "difference": 0.0, "message": "",
@@ -41,12 +42,12 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
             return refuse(report, "the command took no optimizer step, or its processes did not join one group")
         killed = kill_after or choose(first, sent)
         if not sent and not [step for step in saved if step < (killed or first.length)]:
-            when = "in time" if not killed or not saved else (
-                f"before step {killed}; the first change came after step {saved[0]}")
-            return refuse(report, f"no file in {names} changed {when}: kill later, or save more often")
+            when = f"; the first change came after step {saved[0]}" if saved else ""
+            return refuse(report, f"no file in {names} changed before step {killed or first.length}{when}: kill later, "
+                          "or save more often")
         if killed >= first.length:
             return refuse(report, f"the command takes {first.length} steps: use a smaller --kill-after than {killed}")
-        clear()
+        remove(paths)
         second, failure = run(command, killed, sent)
         report["killed"] = killed
         if not killed <= second.length < first.length:
@@ -69,12 +70,19 @@ def resume(command, other, folder, paths, clear, sent=None, kill_after=0, steps=
         message = f"{fact}: {LOST[cause]['remedy']}" + f"\n{failure}" * (cause == "failed")
         report["notes"] = report["notes"] if cause != "failed" else []
         found = dict(zip(("step", "parameter", "difference"), where))
+        if found.get("difference") == math.inf:
+            found["difference"] = None  # the other run has no such tensor
         return {**report, "verdict": "different", "cause": cause, "message": message, **found}
     twice, count = second.length - report["resumed"], min(third.length, first.length - report["resumed"])
     exact = f"greatest relative difference {report['difference']:.1e}" if report["difference"] else "bit for bit"
     verdict = "alike" if report["difference"] > LIMITS["own"].low else "same"
     return {**report, "verdict": verdict,
             "message": f"{count} steps from step {report['resumed'] + 1} on, {exact}; {twice} done twice"}
+
+
+def remove(paths):
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def saves(run):
@@ -95,9 +103,47 @@ def keyed(rows, values=None):
     """Return {(name, shape, number): row or value}; the number tells rows with equal names and shapes apart."""
     found, seen = {}, Counter()
     for row, value in zip(rows, rows if values is None else values):
-        found[row.name, str(row.shape), seen[row.name, str(row.shape)]] = value
-        seen[row.name, str(row.shape)] += 1
+        place = row.name, str(row.shape)
+        found[(*place, seen[place])] = value
+        seen[place] += 1
     return found
+
+
+class Resumed:
+    """A resumed run, to be compared with the first one, which was not killed."""
+
+    def __init__(self, first, run, limits):
+        self.first, self.run, self.limits, self.difference = first, run, limits, 0.0
+        self.same = len(first.ranks) == len(run.ranks)  # then compare each rank with itself
+        self.starts = {(rank, key): row.start for rank, state in zip(run.ranks, run.at(0)[0])
+                       for key, row in keyed(state["rows"]).items()}
+        *_, self.step, self.unfit, self.tables = min(self.fits(), key=lambda fit: fit[:4], default=(
+            0, dict.fromkeys(self.starts, math.inf), dict.fromkeys(first.ranks, {})))
+
+    def fits(self):
+        """Yield how well the weights with which the run starts fit those after each step of the first run.
+
+        The last values are the step, {(rank, key): difference} of the tensors that do not fit, and the step's weights.
+        """
+        names = {key[0] for _, key in self.starts}
+        for step, tables in enumerate(weights(self.first)):
+            now = self.first.at(step)[0] if step < self.first.length else []
+            if now and {row.name for state in now for row in state["rows"]} != names:
+                continue  # a step of another optimizer
+            gaps = {place: self.nearest(tables, *place, start) for place, start in self.starts.items()}
+            unfit = {place: value for place, value in gaps.items() if value > self.limits.low}
+            moved = not now or not equal(self.first.samples(step), self.run.samples(0))
+            most = max(gaps.values())  # weights that a rate of 0 has not moved fit several steps: compare the samples
+            yield len(unfit), most * (not unfit), moved, most, step, unfit, tables
+
+    def nearest(self, tables, rank, key, digest):
+        """Return a digest's relative difference from that of tensor `key` on its rank or, if ranks changed, on any."""
+        return min((gap(table[key], digest, 1e-12) for place, table in tables.items()
+                    if key in table and (place == rank or not self.same)), default=math.inf)
+
+    def only(self, ranks):
+        """Return text that names some ranks, unless these are all ranks of the run."""
+        return f" (only on ranks {sorted({*ranks})})" * (len({*ranks}) < len(self.run.ranks))
 
 
 def weights(run):
@@ -111,54 +157,28 @@ def weights(run):
     yield tables
 
 
-def nearest(tables, rank, key, digest, same):
-    """Return the relative difference of a digest from that of the tensor `key`: on one rank if `same`, or on any."""
-    return min((gap(table[key], digest, 1e-12) for place, table in tables.items()
-                if key in table and (place == rank or not same)), default=math.inf)
-
-
-def fit(first, third, limit):
-    """Return the step after which the weights were saved with which the resumed run starts, and the weights then.
-
-    If only some of them fit, return the step that most of them fit. Also return the others: {(rank, key): difference}.
-    """
-    starts = {(rank, key): row for rank, state in zip(third.ranks, third.at(0)[0])
-              for key, row in keyed(state["rows"]).items()}
-    same, best, names = len(first.ranks) == len(third.ranks), (math.inf,), {row.name for row in starts.values()}
-    for step, tables in enumerate(weights(first)):
-        now = first.at(step)[0] if step < first.length else []
-        if now and {row.name for state in now for row in state["rows"]} != names:
-            continue  # a step of another optimizer
-        gaps = {place: nearest(tables, *place, row.start, same) for place, row in starts.items()}
-        unfit = {place: value for place, value in gaps.items() if value > limit}
-        moved = not now or not equal(first.samples(step), third.samples(0))
-        most = max(gaps.values())  # weights that a rate of 0 has not moved fit several steps: compare the samples
-        if (found := (len(unfit), most * (not unfit), moved, most)) < best[:4]:
-            best = (*found, step, unfit, tables)
-    return best[4:] if len(best) > 1 else (0, dict.fromkeys(starts, math.inf), {rank: {} for rank in first.ranks})
-
-
 def lost(first, third, limits, report, failure, some):
     """Return None, or the cause, the evidence, and where the first difference is: step, parameter, difference.
 
     `some` is true if the runs were to end early. The report gets the step from which the run was resumed.
     """
-    if not third.length or third.doubled:
-        if failure or third.doubled:
-            return "failed", "the command fails when it is to resume"
+    if failure and not third.length or third.doubled:
+        return "failed", "the command fails when it is to resume"
+    if not third.length:
         return "step-counter", "the resumed command takes no step, as if it had finished", first.length
     without_padding(first, third)
-    step, unfit, tables = fit(first, third, limits.low)
-    report["resumed"] = step
-    if not step and not unfit:
+    resumed = Resumed(first, third, limits)
+    step = report["resumed"] = resumed.step
+    if resumed.unfit:
+        (_, key), most = max(resumed.unfit.items(), key=lambda pair: pair[1])
+        return "weights", wrong_weights(resumed), step + 1, key[0], most
+    if not step:
         return "not-resumed", "the command started from the beginning", 1
-    if unfit:
-        (_, key), most = max(unfit.items(), key=lambda pair: pair[1])
-        return "weights", wrong_weights(tables, first, third, step, unfit, limits.low), step + 1, key[0], finite(most)
     left = first.length - step
     for number in range(min(left, third.length)):
-        limit = min(max(limits.low, 1000 * report["difference"]), limits.high)
-        if answer := differ(first, third, step, number, tables, limits, limit, report):
+        answer = differ(resumed, number)
+        report["difference"] = resumed.difference
+        if answer:
             return *answer[:2], step + number + 1, *answer[2:]
     if failure:
         return "failed", f"the resumed command fails after step {step + third.length}"
@@ -172,138 +192,139 @@ def lost(first, third, limits, report, failure, some):
     return None
 
 
-def finite(difference):
-    """Return a difference, or None where the other run has no such tensor."""
-    return difference if difference < math.inf else None
-
-
-def wrong_weights(tables, first, third, step, unfit, limit):
-    now, then = (dict(zip(run.ranks, run.at(number)[0]))
-                 for run, number in ((third, 0), (first, min(step, first.length - 1))))
-    mine, theirs = ({rank: keyed(state["rows"]) for rank, state in part.items()} for part in (now, then))
-    starts = [mine[rank][key].start for rank, key in unfit]
-    averages = {(rank, name[11:]): digest for rank, state in then.items()
-                for name, _, digest in state["unoptimized"] if name.startswith("average of ")}
-    initial = [theirs.get(rank, theirs[0]).get(key) for rank, key in unfit]
+def wrong_weights(resumed):
+    """Return text that says which tensors do not fit the step that most of them fit, and what they are instead."""
+    first, unfit = resumed.first, resumed.unfit
+    then = dict(zip(first.ranks, first.at(min(resumed.step, first.length - 1))[0]))
+    rows = {rank: keyed(state["rows"]) for rank, state in then.items()}
+    initial = [rows.get(rank, rows[0]).get(key) for rank, key in unfit]
+    averages = {(rank, name): digest for rank, state in then.items() for name, _, digest in state["unoptimized"]}
     known = {"start again as in the first step": [row and row.start for row in initial],
-             "are those of rank 0": [tables[0].get(key) for _, key in unfit],
-             "are averages of the weights": [averages.get((rank, key[0])) for rank, key in unfit]}
+             "are those of rank 0": [resumed.tables[0].get(key) for _, key in unfit],
+             "are averages of the weights": [averages.get((rank, f"average of {key[0]}")) for rank, key in unfit]}
+    starts = [resumed.starts[place] for place in unfit]
     what = next((what for what, digests in known.items() if all(
-        digest and gap(digest, start) <= limit for digest, start in zip(digests, starts))),
-        f"are not those of any step; the nearest is step {step}")
-    return f"{len({key for _, key in unfit})} of {len(mine[0])} tensors {what}" + only(
-        [rank for rank, _ in unfit], third)
+        digest and gap(digest, start) <= resumed.limits.low for digest, start in zip(digests, starts))),
+        f"are not those of any step; the nearest is step {resumed.step}")
+    count, total = (len({key for _, key in places}) for places in (unfit, resumed.starts))
+    return f"{count} of {total} tensors {what}{resumed.only([rank for rank, _ in unfit])}"
 
 
-def only(ranks, run):
-    """Return text that names some ranks, unless these are all ranks of the run."""
-    return f" (only on ranks {sorted({*ranks})})" * (len({*ranks}) < len(run.ranks))
-
-
-def differ(first, third, step, number, tables, limits, limit, report):
-    """Return the cause, the evidence, the parameter and the difference if two runs differ in a step, or None."""
-    left, right = first.at(step + number)[0], third.at(number)[0]
-    same = len(left) == len(right)
-    names = [{row.name for state in part for row in state["rows"]} for part in (left, right)]
-    if names[0] != names[1]:
-        return "step-counter", f"the resumed run updates {sorted(names[1])[0]}, the first run {sorted(names[0])[0]}"
+def differ(resumed, number):
+    """Return the cause, the evidence, the parameter and the difference if the run's step differs, or None."""
+    first, limits, same = resumed.first, resumed.limits, resumed.same
+    limit = min(max(limits.low, 1000 * resumed.difference), limits.high)
+    left, right = first.at(resumed.step + number)[0], resumed.run.at(number)[0]
+    ours, theirs = ({row.name for state in states for row in state["rows"]} for states in (left, right))
+    if ours != theirs:
+        return "step-counter", f"the resumed run updates {min(theirs)}, the first run {min(ours)}"
     if same:
         pairs = [pair for one, two in zip(left, right) for pair in zip(one["rows"], two["rows"])]
     else:
-        starts = tables, {rank: {} for rank in third.ranks}
-        rows = [{(key, *[f"{value:.9g}" for value in table.get(key, row.start)]): row._replace(
-            start=table.get(key, row.start)) for state, table in zip(part, found.values())
-            for key, row in keyed(state["rows"]).items()} for part, found in zip((left, right), starts)]
-        pairs = match(*[list(part.values()) for part in rows])
+        rows = tensors(left, resumed.tables.values()), tensors(right, [{}] * len(right))
+        pairs = match(*rows)
         if len(pairs) < max(map(len, rows)):
             return "not comparable", "other numbers of processes split tensors by hand in another way"
-    moved = {column: worst(pairs, column, limits.floor if column == "grad" else 1e-6)[::-1]
-             for column in ("rate", "grad", "value")}
-    if moved["rate"][1] > 1e-9:
+    rate, grad, value = (worst(pairs, column, floor)[::-1] for column, floor in (
+        ("rate", NOISE), ("grad", limits.floor), ("value", NOISE)))
+    if rate[1] > 1e-9:
         one, two = next(pair for pair in pairs if worst([pair], "rate")[0] > 1e-9)
-        back = [now for now in range(first.length) if any(
-            (row.name, row.rate) == (two.name, two.rate) for state in first.at(now)[0] for row in state["rows"])]
-        old = f", that of step {back[0] + 1}" if back else ""
-        fact = f"the rate of {one.name} is {two.rate[0]:.6g}{old}, not {one.rate[0]:.6g}"
-        return "learning-rate", fact, *moved["rate"]
-    if found := other_state(left, right, limit, third):
+        back = next((now + 1 for now in range(first.length) for state in first.at(now)[0] for row in state["rows"]
+                     if (row.name, row.rate) == (two.name, two.rate)), None)
+        old = f", that of step {back}" if back else ""
+        return "learning-rate", f"the rate of {one.name} is {two.rate[0]:.6g}{old}, not {one.rate[0]:.6g}", *rate
+    if found := other_state(resumed, left, right, limit):
         return "optimizer-state", *found
     if options := options_that_differ(pairs, "the first run", "the resumed run"):
         return "optimizer-state", options, None, None
-    one, two = (part[0].get("scalers") for part in (left, right))
+    one, two = (states[0].get("scalers") for states in (left, right))
     if one != two:
         return "scaler", f"the first run has {one}, the resumed run {two}"
-    if found := other_samples(first, third, step, number):
+    if found := other_samples(resumed, number):
         return found
-    for rank, (one, two) in enumerate(zip(left, right) if same else [(left[0], right[0])]):
-        kinds = ("buffer", "average", "other", "weight") if same else ("average of",)
+    kinds = ("buffer", "average", "other", "weight") if same else ("average of",)
+    for rank, (one, two) in enumerate(zip(left, right if same else right[:1])):
         if found := apart(one["unoptimized"], two["unoptimized"], limit, kinds):
             return "buffers", f"{found[0]} differs on rank {rank}", *found
-    report["difference"] = max(report["difference"], moved["grad"][1], moved["value"][1])
-    if moved["grad"][1] > limit:
-        drawn = "random" in {flag for state in left + right for flag in state["flags"]}
+    resumed.difference = max(resumed.difference, grad[1], value[1])
+    if grad[1] > limit:
+        drawn = any("random" in state["flags"] for state in left + right)
         if drawn and not same:
             return "not comparable", "the model draws random numbers, and each process draws its own: see --eval-mode"
-        if fact := other_draws(first.states(step + number - 1), left, right, drawn):
-            return "random-state", fact, *moved["grad"]
-        one, two = (sum(map(loss_of, part)) / len(part) for part in (left, right))
-        return "unknown", f"mean loss {one:.9g} in the first run, {two:.9g} in the resumed one", *moved["grad"]
-    if moved["value"][1] > limit:
-        return "optimizer-state", "equal gradients, but different updates", *moved["value"]
+        if fact := other_draws(first.states(resumed.step + number - 1), left, right, drawn):
+            return "random-state", fact, *grad
+        one, two = (sum(map(loss_of, states)) / len(states) for states in (left, right))
+        return "unknown", f"mean loss {one:.9g} in the first run, {two:.9g} in the resumed one", *grad
+    if value[1] > limit:
+        return "optimizer-state", "equal gradients, but different updates", *value
     return None
 
 
-def other_state(left, right, limit, third):
+def tensors(states, tables):
+    """Return the rows of all ranks, each tensor once, with the weights of `tables`, if they are there, as `start`."""
+    found = {}
+    for state, table in zip(states, tables):
+        for key, row in keyed(state["rows"]).items():
+            start = table.get(key, row.start)
+            found[(key, *[f"{value:.9g}" for value in start])] = row._replace(start=start)
+    return [*found.values()]
+
+
+def other_state(resumed, left, right, limit):
     """Return the evidence, the parameter and the difference if the optimizer's state differs before a step, or None."""
-    tables = [[keyed(state["rows"], state.get("states", [])) for state in part] for part in (left, right)]
-    wrong, same = {}, len(left) == len(right)
-    for rank, key, mine in [(rank, *pair) for rank, table in enumerate(tables[1]) for pair in table.items()]:
-        theirs = {place: table[key] for place, table in enumerate(tables[0]) if key in table}
-        for name in {name for state in theirs.values() for name in state}:
-            found = nearest(theirs, rank, name, mine[name], same) if name in mine else math.inf
-            if found > max(limit, 1e-6 * (not same)):
+    ours, theirs = ([keyed(state["rows"], state.get("states", [])) for state in states] for states in (left, right))
+    wrong = {}
+    for rank, key, state in [(rank, *pair) for rank, table in enumerate(theirs) for pair in table.items()]:
+        known = {place: table[key] for place, table in enumerate(ours) if key in table}
+        for name in {name for other in known.values() for name in other}:
+            found = resumed.nearest(known, rank, name, state[name]) if name in state else math.inf
+            if found > (limit if resumed.same else max(limit, 1e-6)):
                 wrong[rank, key, name] = found
     if wrong:
         (_, key, _), most = max(wrong.items(), key=lambda pair: pair[1])
         what = "is missing" if min(wrong.values()) == math.inf else "differs"
         names, count = sorted({name for *_, name in wrong}), len({key for _, key, _ in wrong})
-        fact = f"{', '.join(names)} of {count} tensors {what}{only([rank for rank, *_ in wrong], third)}"
-        return fact, key[0], finite(most)
+        fact = f"{', '.join(names)} of {count} tensors {what}{resumed.only([rank for rank, *_ in wrong])}"
+        return fact, key[0], most
     return None
 
 
-def other_samples(first, third, step, number):
+def other_samples(resumed, number):
     """Return the cause and the evidence if the resumed run reads other samples in a step, or None."""
-    def read(run, now, rank):  # by one rank in its order, or by all ranks
-        every = [state["samples"] for state in run.states(now)]
-        return [f"{value:.6g}" for value in (sorted(sum(every, [])) if rank is None else every[rank])]
+    first, run, same, step = resumed.first, resumed.run, resumed.same, resumed.step
 
-    same, both = len(first.ranks) == len(third.ranks), (first.states(step + number), third.states(number))
-    ranks = [rank for rank in (range(len(both[1])) if same else [None]) if not equal(*(sorted(map(float, read(
-        run, now, rank))) for run, now in ((first, step + number), (third, number))))]
+    def read(run, now, rank):  # by one rank in its order or, if ranks changed, by all ranks
+        return text(run.states(now)[rank]["samples"] if same else run.samples(now))
+
+    def text(values):
+        return [f"{value:.6g}" for value in values]
+
+    ranks = [rank for rank in range(len(run.ranks) if same else 1) if not equal(*(
+        sorted(map(float, found)) for found in (read(first, step + number, rank), read(run, number, rank))))]
     if not ranks:
         return None
-    ours, mine = read(first, step + number, ranks[0]), read(third, number, ranks[0])
-    where = only(ranks, third) * same
+    ours, mine, where = read(first, step + number, ranks[0]), read(run, number, ranks[0]), resumed.only(ranks) * same
     if len(mine) != len(ours):
         return "data", f"a step reads {len(mine)} samples, not {len(ours)}{where}"
-    if same and 0 < len(ranks) == len(both[1]) - 1 and all(mine == read(third, number, other) for other in range(2)):
+    if ranks == [*range(1, len(run.ranks))] and mine == read(run, number, 0):
         return "data", "all ranks read the samples of rank 0"
-    every = [value for now in range(first.length) for value in read(first, now, ranks[0])]
-    expected = sum(len(read(first, now, ranks[0])) for now in range(step + number))
+    every = [read(first, now, ranks[0]) for now in range(first.length)]
+    expected, every = sum(map(len, every[:step + number])), sum(every, [])
     places = [place - expected for place in range(len(every)) if every[place:place + len(mine)] == mine]
     if places:
         shift = min(places, key=abs)
         word = f"skips {shift} samples" if shift > 0 else f"reads {-shift} samples again"
         return "data", f"{'each rank' if same else 'the run'} {word}{where}"
-    labels = [sorted(sum((state["labels"][-len(state["samples"]):] for state in part), [])) for part in both]
+    both = first.states(step + number), run.states(number)
+    labels = [sorted(sum((state["labels"][-len(state["samples"]):] for state in states), [])) for states in both]
     if any(labels[0]) and equal(*labels):
         return "random-state", f"the samples have equal labels, but other values{where}, as after random augmentation"
-    counts = [Counter(value for now in range(number, min(first.length - step, third.length))
-                      for value in read(run, since + now, None)) for run, since in ((first, step), (third, 0))]
+    rest = range(number, min(first.length - step, run.length))
+    counts = [Counter(text(sum((found.samples(since + now) for now in rest), [])))
+              for found, since in ((first, step), (run, 0))]
+    fact = ("the same samples in another order" if counts[0] == counts[1] else "other samples") + where
     drawn = other_draws(first.states(step + number - 1), *both)
-    return "data", ("the same samples in another order" if counts[0] == counts[1] else "other samples") + where + (
-        f", which may be drawn from a random state that differs: {drawn}" if drawn else "")
+    return "data", fact + (f", which may be drawn from a random state that differs: {drawn}" if drawn else "")
 
 
 def other_draws(before, left, right, drawn=True):

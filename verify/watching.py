@@ -33,16 +33,18 @@ def replicas(run, limits):
     Ranks that train apart and meet again, as in local SGD, pass.
     """
     first = run.at(0)[0]
-    alike = [all(row[:2] == rows[0][:2] for row in rows) for rows in zip(*[state["rows"] for state in first])]
-    if not all(alike) or len({len(state["rows"]) for state in first}) > 1 or 0 < run.trains_apart()[0] < math.inf:
-        return None  # stages of a pipeline, or local updates
-    together = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low
-                for rows in zip(*[state["rows"] for state in first])]
-    telling = [rows[0].start[0] > 0 for rows in zip(*[state["rows"] for state in first])]  # zeros are equal anyway
-    if first[0]["replicas"] and not all(together) or not any(map(min, together, telling)):
-        name = first[0]["rows"][together.index(False)].name
-        return "start", f"the ranks start with different weights, such as {name}", 1
-    split = {number for number, kept in enumerate(map(min, together, telling)) if not kept and not all(together)}
+    groups = [*zip(*[state["rows"] for state in first])]  # the rows of one parameter on all ranks
+    local = 0 < run.trains_apart()[0] < math.inf
+    if local or len({len(state["rows"]) for state in first}) > 1 or any(
+            row[:2] != rows[0][:2] for rows in groups for row in rows):
+        return None  # local updates, or stages of a pipeline
+    together = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low for rows in groups]
+    split = set()
+    if not all(together):  # zeros are equal anyway
+        split = {number for number, rows in enumerate(groups) if not together[number] or not rows[0].start[0] > 0}
+        if first[0]["replicas"] or len(split) == len(groups):
+            name = groups[together.index(False)][0].name
+            return "start", f"the ranks start with different weights, such as {name}", 1
     for step in range(run.length):
         # correct replicas are bit-identical
         if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split):
@@ -78,10 +80,10 @@ def one_share(run, limits):
     for one in sorted(run.ranks):
         for two in (rank for rank in sorted(run.ranks) if rank > one):
             ours, theirs = (states[sorted(run.ranks).index(rank)] for rank in (one, two))
-            passed = ours["passed"], theirs["passed"]
-            same = passed[0] and all(equal(x[4:], y[4:]) for x, y in zip(*passed)) and len({*map(len, passed)}) == 1
-            same = same and len(ours["rows"]) == len(theirs["rows"]) and all(
-                gap(x.start, y.start) < EQUAL for x, y in zip(ours["rows"], theirs["rows"]))
+            passed, rows = ([state[kind] for state in (ours, theirs)] for kind in ("passed", "rows"))
+            same = passed[0] and len(passed[0]) == len(passed[1]) and len(rows[0]) == len(rows[1])
+            same = same and all(equal(x[4:], y[4:]) for x, y in zip(*passed))
+            same = same and all(gap(x.start, y.start) < EQUAL for x, y in zip(*rows))
             for loader in {*read[one]} & {*read[two]} if same or ours["replicas"] else ():
                 for number, shares in enumerate(zip(read[one][loader], read[two][loader]), 1):
                     seen = [{f"{value:.9g}" for value in mine} for mine, _ in shares]
@@ -107,21 +109,20 @@ def moving(run, limits):
 
     A gradient that autograd computes may be zero, and a bias before BatchNorm need not move: its gradient is noise.
     """
-    reached, any_gradient, resting = {}, {}, {}
     total = max((row.grad[0] for step in range(run.length) for row in run.at(step)[1]), default=0)
+    trained, reached, moved = {}, {}, {}  # {rank: whether}, and {(rank, name, shape): whether}
     for step in range(run.length if run.length >= 4 else 0):
         for rank, state in zip(run.ranks, run.at(step)[0]):
             for row in state["rows"]:
                 key = rank, row.name, str(row.shape)
-                reached[key] = reached.get(key, False) or row.reach == REACHED
-                any_gradient[rank] = any_gradient.get(rank, False) or row.grad[0] != 0
-                resting[key] = resting.get(key, True) and row.grad[0] > NOISE * total and row.value == row.start
-    for rank, found in any_gradient.items():
-        if not found:
+                trained[rank] = trained.get(rank) or row.grad[0] != 0
+                reached[key] = reached.get(key) or row.reach == REACHED
+                moved[key] = moved.get(key) or row.value != row.start or not row.grad[0] > NOISE * total
+    for rank in trained:
+        if not trained[rank]:
             return "not-optimized", f"no parameter in the optimizer of rank {rank} gets a gradient", None
-        for cause, names, what in (
-                ("no-gradient", [key[1] for key in reached if key[0] == rank and not reached[key]], "get no gradient"),
-                ("never-moves", [key[1] for key in resting if key[0] == rank and resting[key]], "never move")):
+        for cause, table, what in (("no-gradient", reached, "get no gradient"), ("never-moves", moved, "never move")):
+            names = [key[1] for key, fine in table.items() if key[0] == rank and not fine]
             if names:
                 return cause, f"{len(names)} parameter(s) of rank {rank} {what}, such as {names[0]}", None
 

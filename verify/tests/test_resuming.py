@@ -13,7 +13,7 @@ from conftest import FROM_ROOT, PYTHON, TORCHRUN, command, good, run
 from verify.bugs import __main__ as bugs
 from verify.comparing import LIMITS
 from verify.records import Run, in_step, join_samples
-from verify.resuming import LOST, choose, fit, lost
+from verify.resuming import LOST, Resumed, choose, lost
 
 PROGRAM = Path(__file__).parent / "interrupted.py"
 # The cause, the step, and a part of the evidence
@@ -88,9 +88,10 @@ def test_the_weights_tell_the_step_before_the_samples_do():
                              for sample, start, value in steps])])
 
     first = made((1.0, 1.0, 1.00001), (2.0, 1.0, 1.00002), (3.0, 1.0, 1.00003))
-    assert fit(first, made((1.0, 1.00002, 1.00003)), 1e-4)[:2] == (2, {})
     still = made((1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (3.0, 1.0, 1.1))
-    assert fit(still, made((2.0, 1.0, 1.0)), 1e-4)[:2] == (1, {})
+    for one, start, step in (first, made((1.0, 1.00002, 1.00003)), 2), (still, made((2.0, 1.0, 1.0)), 1):
+        resumed = Resumed(one, start, LIMITS["own"])
+        assert (resumed.step, resumed.unfit) == (step, {})
 
 
 @pytest.mark.parametrize(("read", "extra"), [
