@@ -12,7 +12,7 @@ import torch
 from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, replace_lines, run
 
 import verify
-from verify.comparing import Failure, compare_runs, float64_fails, printed_differ
+from verify.comparing import LIMITS, Failure, compare_runs, float64_fails, printed_differ
 from verify.digests import digest
 from verify.explaining import CAUSES as KNOWN
 from verify.explaining import (
@@ -30,7 +30,7 @@ from verify.modules import Modules
 from verify.precision import widened
 from verify.records import INPUTS, Row, Run, equal, in_step, join_samples, match
 from verify.samples import by_sample, counts_of, described
-from verify.watching import new_order, watch
+from verify.watching import new_order, replicas, watch
 
 HERE = Path(__file__).parent
 # What the ranks of each mistake recorded: mistakes.py
@@ -571,6 +571,13 @@ def test_only_an_order_that_is_shuffled_must_change(shuffled, cause):
              {"event": "epoch", "shuffled": shuffled, "loader": 0}]
     found = new_order(Run("the run", [(0, 2 * epoch)]), None)
     assert (found and found[0]) == cause
+
+
+def test_replicas_may_start_at_zero():
+    run = made("the run", [("w", [2])], [("w", [2])])
+    for state in run.states(0):
+        state["replicas"] = True
+    assert replicas(run, LIMITS["own"]) is None
 
 
 @pytest.mark.drill
