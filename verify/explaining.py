@@ -65,10 +65,9 @@ class Difference:
 
     def explain(self):
         """Return the likely cause, and the evidence for it."""
-        for cause, rule in RULES:
-            if evidence := rule(self):
-                return evidence if isinstance(evidence, tuple) else (cause, evidence)
-        raise AssertionError("the last rule always holds")
+        answers = ((cause, rule(self)) for cause, rule in RULES)
+        cause, evidence = next(answer for answer in answers if answer[1])  # the last rule always holds
+        return evidence if isinstance(evidence, tuple) else (cause, evidence)
 
 
 def loss_of(state):
