@@ -1,4 +1,7 @@
-"""Run the scripts as a user does: with the real command, the real launcher and real processes."""
+"""Run the scripts as a user does: with the real command, the real launcher and real processes.
+
+To save time, `run` forks torchrun from a process that has imported torch: forked.py.
+"""
 import collections
 import contextlib
 import importlib.metadata
@@ -16,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import markers
 import pytest
 from filelock import FileLock
@@ -116,8 +120,11 @@ def run(*command, cwd=ROOT, env=None, terminal=False, seconds=300, quiet=True):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_NUM_"))}
     command = [str(part) for part in command]
     master, slave = _open_terminal() if terminal else (None, subprocess.PIPE)
-    process = subprocess.Popen(command, cwd=cwd, env=environment | (env or {}), start_new_session=True, text=True,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave)
+    if command[:3] == TORCHRUN and not terminal:  # Live and LAUNCH start it as a program
+        process = forked.Torchrun(command[3:], cwd, environment | (env or {}))
+    else:
+        process = subprocess.Popen(command, cwd=cwd, env=environment | (env or {}), start_new_session=True, text=True,
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave)
     shown = []
     if terminal:
         os.close(slave)
