@@ -3,7 +3,7 @@ import functools
 import re
 
 import pytest
-from conftest import FLOAT64, LAUNCH, PROGRAMS, PYTHON, ROOT, copy_out, distance, epochs, good, load, run
+from conftest import FLOAT64, PROGRAMS, PYTHON, ROOT, TORCHRUN, copy_out, distance, epochs, good, load, run
 
 # A regression on tables. mean and std are those of the targets: nobody may scale the inputs by them. The network is in
 # a wrapper, and its layers are in containers without forward().
@@ -94,16 +94,15 @@ def trained(tmp_path_factory):
             text = text.replace('"hidden.0"', '"network.hidden.0"').replace('"hidden.2"', '"network.heads.value"')
         copy.write_text(put_in(text, edits))
         (copy.parent / "mine.py").write_text(mine)
-        start = [PYTHON] if name == "train.py" else [*LAUNCH, "--nproc_per_node=2"]
+        start = [PYTHON] if name == "train.py" else [*TORCHRUN, "--nproc-per-node=2"]
         command = [*start, name, "--workers", "1", "--output-dir", "out", *options]
         return copy.parent / "out", good(run(*command, cwd=copy.parent, env=FLOAT64))
     return get
 
 
 @pytest.mark.parametrize(("task", "script"), [
-    pytest.param("regression", "train_TP.py", marks=pytest.mark.nightly),
-    *(pytest.param(*pair, marks=pytest.mark.drill) for pair in (
-        ("regression", "train_DDP.py"), ("segmentation", "train_DDP.py"), ("segmentation", "train_FSDP.py")))])
+    *(pytest.param("regression", script, marks=pytest.mark.nightly) for script in ("train_DDP.py", "train_TP.py")),
+    *(pytest.param("segmentation", script, marks=pytest.mark.drill) for script in ("train_DDP.py", "train_FSDP.py"))])
 def test_two_processes_train_the_same_model(trained, task, script):
     one, two = trained(task, "train.py")[0], trained(task, script)[0]
     for file in ("best.pt", "last.pt"):
@@ -118,14 +117,14 @@ def test_the_headline_says_into_how_many_units_a_model_in_containers_is_split(tr
 
 @pytest.mark.drill
 def test_the_model_learns_and_the_best_is_the_highest_of_negative_scores(trained):
-    for folder, result in [trained("regression", script) for script in ("train.py", "train_DDP.py")]:
-        lines = epochs(result.out)
-        losses, errors = [line["val_loss"] for line in lines], re.findall(r"  mae ([\d.]+)  lr ", result.out)
-        assert len(lines) == len(errors) == 6 and "accuracy" not in result.out
-        assert losses[-1] < losses[0] / 2 and lines[-1]["lr"] < lines[0]["lr"] == 0.1
-        best, last = load(folder / "best.pt"), load(folder / "last.pt")
-        assert best["epoch"] == 1 + losses.index(min(losses)) > 1
-        assert best["score"] == last["best_score"] == pytest.approx(-min(losses) ** 0.5, abs=1e-3)
+    folder, result = trained("regression", "train.py")
+    lines = epochs(result.out)
+    losses, errors = [line["val_loss"] for line in lines], re.findall(r"  mae ([\d.]+)  lr ", result.out)
+    assert len(lines) == len(errors) == 6 and "accuracy" not in result.out
+    assert losses[-1] < losses[0] / 2 and lines[-1]["lr"] < lines[0]["lr"] == 0.1
+    best, last = load(folder / "best.pt"), load(folder / "last.pt")
+    assert best["epoch"] == 1 + losses.index(min(losses)) > 1
+    assert best["score"] == last["best_score"] == pytest.approx(-min(losses) ** 0.5, abs=1e-3)
 
 
 @pytest.mark.drill
@@ -147,5 +146,5 @@ def test_all_processes_stop_early_after_the_same_epoch(tmp_path, script):
     """The first epoch has the best score. tests/unit/test_scripts.py stops each script on one process."""
     copy = copy_out(script, tmp_path / "project")
     copy.write_text(put_in(copy.read_text(), [*EDITS[2], ("the score", "score = -epoch")]))
-    result = good(run(*LAUNCH, "--nproc_per_node=2", script, "--epochs", "9", "--output-dir", "out", cwd=copy.parent))
+    result = good(run(*TORCHRUN, "--nproc-per-node=2", script, "--epochs", "9", "--output-dir", "out", cwd=copy.parent))
     assert len(epochs(result.out)) == 4

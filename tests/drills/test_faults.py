@@ -54,7 +54,7 @@ def test_one_output_folder_takes_one_run(tmp_path):
     with Live(PYTHON, "train.py", *LONG, "--output-dir", tmp_path) as live:
         live.wait_for("^epoch +1/")
         live.process.send_signal(signal.SIGSTOP)  # it keeps its lock, and leaves the cores to the others
-        second = run(*LAUNCH, "--nproc_per_node=2", "train_DDP.py", "--output-dir", tmp_path)
+        second = run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--output-dir", tmp_path)
         said, = ours(second.err.splitlines())
         assert said.startswith(f"train_DDP.py: error: --output-dir {tmp_path}: in use by another run (host and pro")
         assert f" {live.process.pid}); choose another folder" in said

@@ -57,7 +57,7 @@ def test_a_checkpoint_of_the_device_names_it(whole):
 
 
 @pytest.mark.parametrize(("script", "options"), [
-    *(pytest.param(script, [], marks=[pytest.mark.nightly] * (script not in ("train_DDP.py", "train_combined.py")))
+    *(pytest.param(script, [], marks=[pytest.mark.nightly] * (script != "train_combined.py"))
       for script in WHOLE),
     pytest.param("train_amp.py", ["--precision", "fp16", "--freeze-layers"], marks=pytest.mark.nightly)])
 def test_variants_train_the_same_model(whole, tmp_path, script, options):

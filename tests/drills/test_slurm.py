@@ -28,16 +28,8 @@ def batch(environment, log, *command):
     return log.read_text()
 
 
-def test_tasks_of_srun_are_the_processes_of_a_group(environment, reference, tmp_path):
-    """Two tasks on two nodes train what torchrun's two processes train; an uneven placement of three counts three.
-
-    The second step starts a module. Not bit for bit: a task computes with the cores that it asked for, and so may sum
-    in another order.
-    """
-    said = good(srun(environment, "-N2", "-n2", "-c2")(PYTHON, *REFERENCE, "--output-dir", tmp_path / "srun")).out
-    assert "2 process(es) x 1 micro-batch x 48" in said
-    assert distance(reference, tmp_path / "srun/last.pt") < 1e-5
-    assert len(list((tmp_path / "srun").glob("events*"))) == 1
+def test_tasks_of_srun_are_the_processes_of_a_group(environment, tmp_path):
+    """An uneven placement of three tasks counts three. The step starts a module; launch/srun.sbatch starts a script."""
     said = good(srun(environment, "-N2", "-n3", "--distribution=arbitrary", "--nodelist=cook1,cook1,cook2")(
         PYTHON, "-m", "language.train_DDP", "--epochs", "1", "--windows", "12", "--length", "16", "--batch-size", "6",
         "--sample", "", "--output-dir", tmp_path / "three")).out
@@ -82,11 +74,13 @@ def test_a_task_computes_with_the_cores_of_its_own_mask(environment):
 
 
 def test_the_batch_files_train_what_two_processes_train(environment, reference, tmp_path):
+    """On two nodes. Not bit for bit: a task computes with its cores, and so may sum in another order."""
     for name in ("srun", "torchrun"):
         said = batch(environment, tmp_path / f"{name}.out", "-N2", "--ntasks-per-node=1", "-c2",
                      f"launch/{name}.sbatch", *REFERENCE, "--output-dir", tmp_path / name)
         assert "2 process(es) x 1 micro-batch x 48" in said
         assert distance(reference, tmp_path / name / "last.pt") < 1e-5
+        assert len(list((tmp_path / name).glob("events*"))) == 1
 
 
 def test_a_preempted_run_goes_on_to_the_same_weights(environment, tmp_path):
