@@ -121,6 +121,17 @@ def test_the_page_shows_each_pitfall_below_its_symptom():
             build_page._prose("pitfalls/x.md", f"[a]({broken})", DOCS, {"E16"})
 
 
+def test_links_lead_to_this_page_or_to_the_files(monkeypatch):
+    monkeypatch.delenv("REPOSITORY", raising=False)
+    assert build_page._address("pitfalls/saving.md", "e5-every-key-begins-with-module") == "#E5"
+    assert build_page._address("pitfalls/README.md", "it-is-slow") == "#pitfalls-it-is-slow"
+    assert build_page._address("pitfalls/sharding.md", "") == "pitfalls/sharding.md"
+    assert build_page._address("../README.md", "run") == "../README.md#run"
+    monkeypatch.setenv("REPOSITORY", "https://example.org/blob/main")
+    assert build_page._address("../README.md", "run") == "https://example.org/blob/main/README.md#run"
+    assert build_page._address("errors.md", "") == "https://example.org/blob/main/docs/errors.md"
+
+
 def test_a_right_line_that_no_file_has_is_refused():
     with pytest.raises(texts.TextError, match="D1"):
         MUTATIONS["D1"].put_back("sampler.set_epochs(epoch)\n")

@@ -3,13 +3,16 @@
     python tools/build_page.py            # writes docs/index.html, which git ignores; open it in a browser
     python tools/build_page.py --index    # first writes the titles and links in docs/pitfalls/README.md
 
-The build fails if the texts name a line that no script contains.
+The build fails if the texts name a line that no script contains. The environment variable REPOSITORY is where the
+links of a published page lead, such as https://github.com/OWNER/NAME/blob/main; without it, they lead to the files
+next to the page.
 """
 import ast
 import dataclasses
 import functools
 import html
 import json
+import os
 import posixpath
 import re
 import sys
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import diffs
 import markers
+import search
 import texts
 
 TOOLS = Path(__file__).resolve().parent
@@ -113,6 +117,7 @@ def build(root: Path = ROOT) -> str:
     fill = {
         "css": (TOOLS / "page.css").read_text(), "js": (TOOLS / "page.js").read_text(),
         "data": json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
+        "index": json.dumps(_index(root), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
         "tree": _tree(scripts, counts, None),
         "ideas": "".join(f'<button type="button" class="t t{data["tags"].index(idea) % 8}" data-idea="{idea}" '
                          f'aria-pressed="false">{idea}</button>' for idea in ideas),
@@ -195,14 +200,9 @@ def _prose(name: str, text: str, docs: Path, traps: set[str]) -> str:
         if target.startswith("http"):
             return target
         path = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
-        if path == "how-it-works.md":
-            return f"#how-{anchor or 'it-works'}"
-        if path.startswith("pitfalls/"):
-            trap = re.match(r"[a-z]\d+(?=-)", anchor)
-            return "#" + (trap[0].upper() if trap else f"pitfalls-{anchor}" if anchor else "pitfalls")
         if not (docs / path).exists():
             raise texts.TextError(f"{name}: broken link: {target}")
-        return f"{path}#{anchor}" if anchor else path
+        return _address(path, anchor)
 
     def picture(source: str, description: str) -> str:
         drawing = (docs / source).read_text()
@@ -216,6 +216,34 @@ def _prose(name: str, text: str, docs: Path, traps: set[str]) -> str:
         if anchor not in known:
             raise texts.TextError(f"{name}: broken link: #{anchor}")
     return rendered
+
+
+def _address(path: str, anchor: str) -> str:
+    """Return the address of a section, whose page's path is relative to docs/: on this page if it is shown here."""
+    if path == "how-it-works.md":
+        return f"#how-{anchor or 'it-works'}"
+    if path.startswith("pitfalls/") and (trap := re.match(r"[a-z]\d+(?=-)", anchor)):
+        return f"#{trap[0].upper()}"
+    if path == "pitfalls/README.md":
+        return f"#pitfalls-{anchor}" if anchor else "#pitfalls"
+    if repository := os.environ.get("REPOSITORY"):
+        path = f"{repository}/{posixpath.normpath(f'docs/{path}')}"
+    return f"{path}#{anchor}" if anchor else path
+
+
+def _index(root: Path) -> dict:
+    """Return the index of the pages, and how tools/search.py splits a text into terms, for page.js."""
+    def address(target: str) -> str:
+        page, _, anchor = target.partition("#")
+        return _address(posixpath.relpath(page, "docs"), anchor)
+
+    sections = search.read(root)
+    return {"split": {"word": search.WORD.pattern, "part": search.PART.pattern, "ending": search.ENDING.pattern,
+                      "doubled": search.DOUBLED.pattern, "common": sorted(search.COMMON)},
+            "sections": [[[(label, address(target)) for label, target in section.targets], section.lines]
+                         for section in sections],
+            "weights": {term: [number for pair in found.items() for number in pair]
+                        for term, found in search.weigh(sections).items()}}
 
 
 def _as_read(line: str) -> str:

@@ -409,6 +409,64 @@ async function copy(text, button, what) {
   say(`copied ${what}`)
 }
 
+// ---------------------------------------------------------------- search
+
+let index // of the pages: tools/search.py made it, and splits a text in the same way
+
+function readIndex() {
+  const {split, sections, weights} = JSON.parse(byId("index").textContent)
+  index = {sections, weights: new Map(Object.entries(weights)), common: new Set(split.common)}
+  for (const name of ["word", "part"]) index[name] = new RegExp(split[name], "g")
+  for (const name of ["ending", "doubled"]) index[name] = new RegExp(split[name])
+}
+
+function termsOf(text) {
+  const found = []
+  for (const [word] of text.matchAll(index.word)) {
+    if (word >= "\u3400") { // Chinese: pairs of characters
+      for (let at = 0; at < Math.max(word.length - 1, 1); at++) found.push(word.slice(at, at + 2))
+      continue
+    }
+    const words = word.match(index.part) || []
+    if (words.length > 1) found.push(word.toLowerCase())
+    for (const part of words) found.push(part.toLowerCase().replace(index.ending, "").replace(index.doubled, "$1"))
+  }
+  return new Set(found.filter(term => !index.common.has(term)))
+}
+
+// Returns the numbers of the five sections with the greatest sums of weights.
+function search(text) {
+  if (!index) readIndex()
+  const scores = new Map()
+  for (const term of termsOf(text)) {
+    const weights = index.weights.get(term) || []
+    for (let at = 0; at < weights.length; at += 2) {
+      scores.set(weights[at], (scores.get(weights[at]) || 0) + weights[at + 1])
+    }
+  }
+  return [...scores].sort(([a, of_a], [b, of_b]) => of_b - of_a || a - b).slice(0, 5).map(([number]) => number)
+}
+
+function bestLine(lines, text) {
+  const wanted = termsOf(text)
+  const counts = lines.map(line => [...termsOf(line)].filter(term => wanted.has(term)).length)
+  return lines[counts.indexOf(Math.max(...counts))]
+}
+
+function showResults() {
+  const text = byId("query").value
+  const found = search(text)
+  byId("results").innerHTML = found.map(number => {
+    const [targets, lines] = index.sections[number]
+    const links = targets.map(([label, address]) => `<a href="${escape(address)}">${escape(label)}</a>`)
+    return `<li><p>${links.join("; ")}</p><p>${escape(bestLine(lines, text))}</p></li>`
+  }).join("")
+  byId("found").textContent = found.length ? plural(found.length, "result")
+    : text.trim() ? "No page has any of these words." : ""
+}
+
+byId("query").addEventListener("input", showResults)
+
 // ---------------------------------------------------------------- user input
 
 function choose() {
@@ -442,7 +500,7 @@ document.addEventListener("click", event => {
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("select, input, textarea")) return
   const act = {j: () => move(1), k: () => move(-1), f: toggleFolds,
-    u: () => setView(isUnified() ? "split" : "unified")}[event.key]
+    u: () => setView(isUnified() ? "split" : "unified"), "/": () => byId("query").focus()}[event.key]
   if (!act) return
   event.preventDefault()
   act()

@@ -10,6 +10,7 @@ import pygments.lexers
 import pygments.token
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from search import slug
 
 CLASSES = [  # for the colors in page.css; the first match wins
     (pygments.token.Comment, "co"), (pygments.token.String.Interpol, ""), (pygments.token.String, "st"),
@@ -111,11 +112,6 @@ def index(text: str, traps: dict[str, Trap]) -> str:
 def by_symptom(text: str, traps: dict[str, Trap]) -> str:
     """Return the index with each pitfall's section, one level lower, in place of the link to it."""
     return ENTRY.sub(lambda match: f"#{traps[match[1]].text.rstrip()}\n\n", text)
-
-
-def slug(heading: str) -> str:
-    """Return GitHub's anchor for a heading."""
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def color(text: str) -> list[str]:

@@ -5,6 +5,7 @@ import shutil
 
 import build_page
 import pytest
+import search
 from conftest import ROOT
 
 PAGE = ROOT / "docs/index.html"
@@ -127,6 +128,38 @@ def test_everything_can_be_read(page, dark):
     press(browser, "j", "f")
     browser.execute_script("for (const part of document.querySelectorAll('details')) part.open = true")
     assert browser.execute_script(CONTRAST) == {}
+
+
+def test_the_search_box_finds_what_the_command_finds(page):
+    browser = page()
+    sections = search.read()
+    weights = search.weigh(sections)
+    symptoms = (ROOT / "tests/unit/symptoms.txt").read_text().splitlines()
+    texts = [line.split(" -> ")[0] for line in symptoms if line and not line.startswith("#")]
+    found = browser.execute_script("return arguments[0].map(text => search(text).map(number =>"
+                                   " bestLine(index.sections[number][1], text)))", texts)
+    assert found == [[search.best_line(section, text) for section in search.search(sections, weights, text)]
+                     for text in texts]
+    assert browser.execute_script(
+        "return index.sections.flatMap(([targets]) => targets.map(([, address]) => address))"
+        ".filter(address => address[0] === '#' && !byId(address.slice(1)))") == []
+
+
+def test_the_search_box_works_with_the_keyboard(page):
+    from selenium.webdriver import Keys
+
+    browser = page()
+    press(browser, "/", "stops in the first epoch, keys begin with module.")
+    assert browser.find_element("id", "found").text == "5 results"
+    links = browser.find_elements("css selector", "#results a")
+    assert "#E5" in [link.get_attribute("href").partition("index.html")[2] for link in links]
+    press(browser, Keys.TAB)
+    assert browser.execute_script("return document.activeElement") == links[0]
+    assert browser.execute_script(CONTRAST) == {}
+    press(browser, Keys.SHIFT, Keys.TAB)
+    browser.find_element("id", "query").clear()
+    browser.find_element("id", "query").send_keys("qwertz")
+    assert browser.find_element("id", "found").text == "No page has any of these words."
 
 
 def test_chosen_ideas_show_where_they_meet(page):

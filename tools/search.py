@@ -1,0 +1,146 @@
+"""Search the pages in your own words, or for the line that your terminal shows.
+
+    python -m tools.search multi-GPU training is slower than one GPU
+    python -m tools.search "Watchdog caught collective operation timeout"
+
+It prints the five best sections or rows of tables: links, then the row or the sentence that matches best. Exit code 1:
+nothing matches. The page that tools/build_page.py writes has the same index; tools/page.js only adds up its weights.
+"""
+import collections
+import dataclasses
+import math
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README*.md", "docs/*.md", "docs/pitfalls/*.md", *(f"{wing}/README.md" for wing in
+                                                            ("verify", "language", "detection"))]
+NOT_SEARCHED = {"docs/CHANGELOG.md", "docs/speed.md", "docs/versions.md"}  # history and measurements, not answers
+# the page's JavaScript uses these patterns, too
+WORD = re.compile(r"[\u3400-\u9fff]+|[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*|(?<!\w)-\d+", re.ASCII)
+PART = re.compile(r"^-\d+|\d+|[A-Z]+s?(?![a-z])|[A-Z]?[a-z]+", re.ASCII)  # `DistributedSampler` has two
+ENDING = re.compile(r"(?<=...)(?:ing|ed|(?:i?e)?(?<!s)s|ly|e|y)$")
+DOUBLED = re.compile(r"(?<=..)([bgmnpt])\1$")  # `stopping` becomes `stopp`, then `stop`
+COMMON = frozenset("a an the of in on at to for with and or is are was were be been do does did i my we you it its s t "
+                   "this that these there as by from than when while if how what why can could should would will vs"
+                   .split())
+# blocks of code, comments, and the heads of tables
+NO_PROSE = re.compile(r"^( *```).*?^\1$|^<!--[^\n]*-->$|^\|[^\n]+\n(?:\|[-: ]+)+\|$", re.M | re.S)
+LINK = re.compile(r"!?\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]*)\)")
+MARKS = re.compile(r"\*\*|`|\\(?=\|)")
+SENTENCE = re.compile(r"(?<=[.:;])\s+(?=[A-Z])|(?<=。)|\n\n+|\n(?=- |\d+\. )")
+
+
+@dataclasses.dataclass
+class Section:
+    """A section or a row of a table; `targets` are (text, page#anchor), and `lines` what can be shown of it."""
+
+    targets: list[tuple[str, str]]
+    lines: list[str]
+    terms: collections.Counter[str]
+
+
+Weights = dict[str, dict[int, int]]
+
+
+def slug(heading: str) -> str:
+    """Return GitHub's anchor for a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def terms(text: str) -> list[str]:
+    """Return words without endings, identifiers whole and in parts, and Chinese characters in pairs."""
+    found = []
+    for word in WORD.findall(text):
+        if word[0] >= "\u3400":
+            found += [word[at:at + 2] for at in range(max(len(word) - 1, 1))]
+            continue
+        parts = PART.findall(word)
+        if len(parts) > 1:
+            found.append(word.lower())
+        found += [DOUBLED.sub(r"\1", ENDING.sub("", part.lower())) for part in parts]
+    return [term for term in found if term not in COMMON]
+
+
+def pages(root: Path = ROOT) -> list[str]:
+    """Return the paths of the pages that are searched."""
+    paths = {path.relative_to(root).as_posix() for pattern in PAGES for path in root.glob(pattern)}
+    return sorted(paths - NOT_SEARCHED)
+
+
+def read(root: Path = ROOT) -> list[Section]:
+    """Return the sections and the rows of tables of all pages."""
+    return [section for page in pages(root) for section in _sections(page, (root / page).read_text())]
+
+
+def weigh(sections: list[Section]) -> Weights:
+    """Return {term: {number of a section: weight}}: ten times Okapi BM25, with the usual k1 = 1.2 and b = 0.75."""
+    lengths = [section.terms.total() for section in sections]
+    mean = sum(lengths) / len(lengths)
+    having = collections.Counter(term for section in sections for term in section.terms)
+    found: Weights = collections.defaultdict(dict)
+    for number, section in enumerate(sections):
+        for term, count in section.terms.items():
+            rarity = math.log(1 + (len(sections) - having[term] + .5) / (having[term] + .5))
+            saturation = count * 2.2 / (count + 1.2 * (.25 + .75 * lengths[number] / mean))
+            found[term][number] = round(10 * rarity * saturation)
+    return found
+
+
+def search(sections: list[Section], weights: Weights, text: str, most: int = 5) -> list[Section]:
+    """Return the sections with the greatest sums of weights."""
+    scores: collections.Counter[int] = collections.Counter()
+    for term in set(terms(text)):
+        scores.update(weights.get(term, {}))
+    return [sections[number] for number in sorted(scores, key=lambda number: (-scores[number], number))[:most]]
+
+
+def best_line(section: Section, text: str) -> str:
+    """Return the first of the lines that have the most terms of the text."""
+    wanted = set(terms(text))
+    return max(section.lines, key=lambda line: len(wanted.intersection(terms(line))))
+
+
+def _sections(page: str, text: str) -> list[Section]:
+    found, path = [], list[str]()
+    for part in re.split(r"^(?=#+ )", NO_PROSE.sub("", text), flags=re.M):
+        heading, _, body = part.partition("\n")
+        level, _, title = heading.partition(" ")
+        path = [*path[:len(level) - 1], _plain(title)]
+        here = [(" > ".join(path), f"{page}#{slug(title)}" if path[1:] else page)]
+        headings = set(terms(" ".join(path[1:] or path)))
+        if prose := _plain(re.sub(r"^\|.*\n?", "", body, flags=re.M)).strip():
+            lines = [" ".join(line.split()) for line in SENTENCE.split(prose) if line]
+            found.append(Section(here, lines, collections.Counter([*terms(prose), *[*headings] * 3])))
+        for row in re.findall(r"^\|(.+)\|$", body, re.M):
+            if sum(map(str.isalpha, row)) < len(row.replace(" ", "")) / 2:
+                continue  # measurements
+            first, *others = (_plain(cell).strip() for cell in re.split(r"(?<!\\)\|", row))
+            counted = collections.Counter([*terms(first) * 3, *terms(" ".join(others)), *headings])
+            links = LINK.findall(row)
+            if page.startswith("README") and links:  # a row of the index of symptoms: it leads to its links
+                found.append(Section(links, [first], counted))
+            else:
+                found.append(Section(here, [" | ".join([first, *others])], counted))
+    return found
+
+
+def _plain(text: str) -> str:
+    return MARKS.sub("", LINK.sub(r"\1", text))
+
+
+def main() -> None:
+    text = " ".join(sys.argv[1:])
+    sections = read()
+    results = search(sections, weigh(sections), text)
+    if not results:
+        sys.exit(f"search.py: no page has any of these words: {text}" if text else __doc__)
+    for number, section in enumerate(results, 1):
+        print(f"{number}. " + "; ".join(f"{label}: {target}" for label, target in section.targets))
+        print(textwrap.indent(textwrap.fill(textwrap.shorten(best_line(section, text), 500), 116), "   "))
+
+
+if __name__ == "__main__":
+    main()
