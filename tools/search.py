@@ -8,6 +8,7 @@ nothing matches. The page that tools/build_page.py writes has the same index; to
 """
 import collections
 import dataclasses
+import io
 import math
 import re
 import sys
@@ -72,7 +73,8 @@ def pages(root: Path = ROOT) -> list[str]:
 
 def read(root: Path = ROOT) -> list[Section]:
     """Return the sections and the rows of tables of all pages."""
-    return [section for page in pages(root) for section in _sections(page, (root / page).read_text())]
+    return [section for page in pages(root)
+            for section in _sections(page, (root / page).read_text(encoding="utf-8"))]  # on Windows, too
 
 
 def weigh(sections: list[Section]) -> Weights:
@@ -133,6 +135,8 @@ def _plain(text: str) -> str:
 
 def main() -> None:
     text = " ".join(sys.argv[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Chinese
     sections = read()
     results = search(sections, weigh(sections), text)
     if not results:
