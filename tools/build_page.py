@@ -239,8 +239,10 @@ def _index(root: Path) -> dict:
 
     sections = search.read(root)
     return {"split": {"word": search.WORD.pattern, "part": search.PART.pattern, "ending": search.ENDING.pattern,
-                      "doubled": search.DOUBLED.pattern, "common": sorted(search.COMMON)},
-            "sections": [[[(label, address(target)) for label, target in section.targets], section.lines]
+                      "doubled": search.DOUBLED.pattern, "chinese": search.CHINESE.pattern,
+                      "common": sorted(search.COMMON)},
+            "sections": [[[(label, address(target)) for label, target in section.targets], section.lines,
+                          section.readme]
                          for section in sections],
             "weights": {term: [number for pair in found.items() for number in pair]
                         for term, found in search.weigh(sections).items()}}

@@ -417,7 +417,7 @@ function readIndex() {
   const {split, sections, weights} = JSON.parse(byId("index").textContent)
   index = {sections, weights: new Map(Object.entries(weights)), common: new Set(split.common)}
   for (const name of ["word", "part"]) index[name] = new RegExp(split[name], "g")
-  for (const name of ["ending", "doubled"]) index[name] = new RegExp(split[name])
+  for (const name of ["ending", "doubled", "chinese"]) index[name] = new RegExp(split[name])
 }
 
 function termsOf(text) {
@@ -434,7 +434,7 @@ function termsOf(text) {
   return new Set(found.filter(term => !index.common.has(term)))
 }
 
-// Returns the numbers of the five sections with the greatest sums of weights.
+// Returns the numbers of the five sections with the greatest sums of weights, without the README in the other language.
 function search(text) {
   if (!index) readIndex()
   const scores = new Map()
@@ -444,7 +444,9 @@ function search(text) {
       scores.set(weights[at], (scores.get(weights[at]) || 0) + weights[at + 1])
     }
   }
-  return [...scores].sort(([a, of_a], [b, of_b]) => of_b - of_a || a - b).slice(0, 5).map(([number]) => number)
+  const other = index.chinese.test(text) ? "en" : "zh"
+  return [...scores].filter(([number]) => index.sections[number][2] !== other)
+    .sort(([a, of_a], [b, of_b]) => of_b - of_a || a - b).slice(0, 5).map(([number]) => number)
 }
 
 function bestLine(lines, text) {

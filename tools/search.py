@@ -4,11 +4,13 @@
     python -m tools.search "Watchdog caught collective operation timeout"
 
 It prints the five best sections or rows of tables: links, then the row or the sentence that matches best. Exit code 1:
-nothing matches. The page that tools/build_page.py writes has the same index; tools/page.js only adds up its weights.
+nothing matches; 2: no words. The page that tools/build_page.py writes has the same index; tools/page.js only adds up
+its weights.
 """
 import collections
 import dataclasses
 import io
+import itertools
 import math
 import re
 import sys
@@ -20,6 +22,7 @@ PAGES = ["README*.md", "docs/*.md", "docs/pitfalls/*.md", *(f"{wing}/README.md" 
                                                             ("verify", "language", "detection"))]
 NOT_SEARCHED = {"docs/CHANGELOG.md", "docs/speed.md", "docs/versions.md"}  # history and measurements, not answers
 # the page's JavaScript uses these patterns, too
+CHINESE = re.compile(r"[\u3400-\u9fff]")
 WORD = re.compile(r"[\u3400-\u9fff]+|[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*|(?<!\w)-\d+", re.ASCII)
 PART = re.compile(r"^-\d+|\d+|[A-Z]+s?(?![a-z])|[A-Z]?[a-z]+", re.ASCII)  # `DistributedSampler` has two
 ENDING = re.compile(r"(?<=...)(?:ing|ed|(?:i?e)?(?<!s)s|ly|e|y)$")
@@ -41,6 +44,7 @@ class Section:
     targets: list[tuple[str, str]]
     lines: list[str]
     terms: collections.Counter[str]
+    readme: str = ""  # in a README that exists in two languages: "zh" or "en"
 
 
 Weights = dict[str, dict[int, int]]
@@ -92,11 +96,13 @@ def weigh(sections: list[Section]) -> Weights:
 
 
 def search(sections: list[Section], weights: Weights, text: str, most: int = 5) -> list[Section]:
-    """Return the sections with the greatest sums of weights."""
+    """Return the sections with the greatest sums of weights, without the README of the other language."""
     scores: collections.Counter[int] = collections.Counter()
     for term in set(terms(text)):
         scores.update(weights.get(term, {}))
-    return [sections[number] for number in sorted(scores, key=lambda number: (-scores[number], number))[:most]]
+    other = "en" if CHINESE.search(text) else "zh"
+    found = (sections[number] for number in sorted(scores, key=lambda number: (-scores[number], number)))
+    return [*itertools.islice((section for section in found if section.readme != other), most)]
 
 
 def best_line(section: Section, text: str) -> str:
@@ -106,7 +112,7 @@ def best_line(section: Section, text: str) -> str:
 
 
 def _sections(page: str, text: str) -> list[Section]:
-    found, path = [], list[str]()
+    found, path, readme = [], list[str](), {"README.md": "en", "README.zh-CN.md": "zh"}.get(page, "")
     for part in re.split(r"^(?=#+ )", NO_PROSE.sub("", text), flags=re.M):
         heading, _, body = part.partition("\n")
         level, _, title = heading.partition(" ")
@@ -115,7 +121,7 @@ def _sections(page: str, text: str) -> list[Section]:
         headings = set(terms(" ".join(path[1:] or path)))
         if prose := _plain(re.sub(r"^\|.*\n?", "", body, flags=re.M)).strip():
             lines = [" ".join(line.split()) for line in SENTENCE.split(prose) if line]
-            found.append(Section(here, lines, collections.Counter([*terms(prose), *[*headings] * 3])))
+            found.append(Section(here, lines, collections.Counter([*terms(prose), *[*headings] * 3]), readme))
         for row in re.findall(r"^\|(.+)\|$", body, re.M):
             if sum(map(str.isalpha, row)) < len(row.replace(" ", "")) / 2:
                 continue  # measurements
@@ -123,9 +129,9 @@ def _sections(page: str, text: str) -> list[Section]:
             counted = collections.Counter([*terms(first) * 3, *terms(" ".join(others)), *headings])
             links = LINK.findall(row)
             if page.startswith("README") and links:  # a row of the index of symptoms: it leads to its links
-                found.append(Section(links, [first], counted))
+                found.append(Section(links, [first], counted, readme))
             else:
-                found.append(Section(here, [" | ".join([first, *others])], counted))
+                found.append(Section(here, [" | ".join([first, *others])], counted, readme))
     return found
 
 
@@ -135,12 +141,15 @@ def _plain(text: str) -> str:
 
 def main() -> None:
     text = " ".join(sys.argv[1:])
+    if not text.strip():
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Chinese
     sections = read()
     results = search(sections, weigh(sections), text)
     if not results:
-        sys.exit(f"search.py: no page has any of these words: {text}" if text else __doc__)
+        sys.exit(f"search.py: no page has any of these words: {text}")
     for number, section in enumerate(results, 1):
         print(f"{number}. " + "; ".join(f"{label}: {target}" for label, target in section.targets))
         print(textwrap.indent(textwrap.fill(textwrap.shorten(best_line(section, text), 500), 116), "   "))

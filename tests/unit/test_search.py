@@ -72,9 +72,15 @@ def test_a_page_that_readers_reach_is_searched():
 
 @pytest.mark.parametrize(("text", "code", "said"), [
     ("Watchdog caught collective operation timeout", 0, "docs/errors.md#collectives-and-nccl\n"),
-    ("qwertz", 1, "search.py: no page has any of these words: qwertz\n")])
+    ("qwertz", 1, "search.py: no page has any of these words: qwertz\n"), ("", 2, search.__doc__ + "\n")])
 def test_the_command(text, code, said):
     command = [sys.executable, "-m", "tools.search", *text.split()]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == code
     assert said in ran.stdout if code == 0 else ran.stderr == said
+
+
+def test_a_question_finds_no_row_of_the_readme_in_the_other_language():
+    for text, other in (("loss nan with two GPUs", "zh"), ("DDP 训练 nan", "en")):
+        found = search.search(SECTIONS, WEIGHTS, text, most=len(SECTIONS))
+        assert {section.readme for section in found} == {"", "zh", "en"} - {other}
