@@ -150,9 +150,11 @@ def main() -> None:
     results = search(sections, weigh(sections), text)
     if not results:
         sys.exit(f"search.py: no page has any of these words: {text}")
+    found = []
     for number, section in enumerate(results, 1):
-        print(f"{number}. " + "; ".join(f"{label}: {target}" for label, target in section.targets))
-        print(textwrap.indent(textwrap.fill(textwrap.shorten(best_line(section, text), 500), 116), "   "))
+        found.append(f"{number}. " + "; ".join(f"{label}: {target}" for label, target in section.targets))
+        found.append(textwrap.indent(textwrap.fill(textwrap.shorten(best_line(section, text), 500), 116), "   "))
+    print("\n".join(found))  # at once, so that `head` may close the pipe
 
 
 if __name__ == "__main__":

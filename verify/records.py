@@ -247,7 +247,7 @@ class Starts:
         """Return the places of rows with the shape and the initial value of `row`: at most TWINS, near `number`."""
         size, margin = row.start[0], 2 * EQUAL * max(1, row.start[0])
         found = []
-        for key in {self.key(row, edge) for edge in (size - margin, size + margin)}:
+        for key in {self.key(row, near) for near in (size - margin, size, size + margin)}:
             places = self.places.get(key, [])
             middle = bisect.bisect(places, number)
             found += [place for place in places[max(0, middle - TWINS):middle + TWINS]

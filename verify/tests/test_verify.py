@@ -28,7 +28,7 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
-from verify.records import INPUTS, Row, Run, equal, in_step, join_samples, match
+from verify.records import INPUTS, Row, Run, Starts, equal, in_step, join_samples, match
 from verify.samples import by_sample, counts_of, described
 from verify.watching import new_order, replicas, watch
 
@@ -283,6 +283,14 @@ def test_the_time_to_match_tensors_is_linear(monkeypatch):
     pairs = match(rows, others)
     assert [(one.name[1:], two.name[1:]) for one, two in pairs] == [(str(number),) * 2 for number in range(2000)]
     assert unmatched(rows, others, pairs)[0] == "unknown" and len(calls) < 300 * 5000
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1.0, 12345.0])
+def test_a_tensor_is_found_by_its_initial_value(size):
+    """Zeros, too, as in a LayerNorm's bias, and values that differ by rounding error."""
+    [found], [other] = ([Row("w", [4], [value] * 3, [0.1], [1.0] * 3, [1.0] * 3)] for value in (size, size + 1))
+    near = found._replace(start=[size * (1 + 1e-12)] * 3)
+    assert Starts([other, found]).alike(near) == [1]
 
 
 def test_a_command_that_fails_in_float64_is_named_with_what_to_do():
