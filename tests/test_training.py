@@ -100,6 +100,7 @@ def test_a_stopped_run_resumes_within_its_epoch(runs, stopped, script, parent):
     step = re.search(r"^epoch 1, step (\d+): stopped", (folder / "said").read_text())[1]
     assert 0 < int(step) < 6 and f"{step} steps of epoch 1 are done" in result.out
     if script == "train_DCP.py":
+        assert f"/snapshot-{int(step):07}: {step} steps of epoch 1 are done" in result.out
         dcp_folders.main(dcp_folders.whole_folders(folder)[-1], folder / "last.pt")
         assert distance(folder / "last.pt", whole / "last.pt") < 1e-11
     else:
