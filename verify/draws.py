@@ -8,6 +8,8 @@ import zlib
 
 import torch
 
+from .digests import real
+
 LIBRARIES = ("torch", "numpy", "random", "mtrand", __package__)
 
 
@@ -57,7 +59,7 @@ class Draws:
         if program and torch._C._current_graph_task_id() < 0:
             where = [f"{os.path.basename(site.f_code.co_filename)}:{site.f_lineno}", *filter(None, self.inside[-1:])]
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                numbers = torch.as_tensor(drawn).detach()
+                numbers = real(torch.as_tensor(drawn).detach())
                 early = ", at the start" if self.state is None else ""
                 kind = ", loader" if loader else early if numbers.is_floating_point() else ", integers"
                 numbers = numbers.double()

@@ -140,12 +140,18 @@ def counts_of(parts, ignored=-100):
             found.append([item.numel()] * 4)  # such as images: too slow to look at
             continue
         mask = item.ndim > 1 and all(bool(((rows == 0) | (rows == 1)).all()) for rows in (item[:1], item))
-        whole = not item.is_floating_point()
-        padding = padding_of(item)[0] if whole and not mask else 0
+        integers = not item.is_floating_point()
+        padding = 0 if mask else None
+        if integers and item.ndim > 1 and not mask:
+            value = padding_of(item)[0]
+            left, right = (item == value)[..., :-1], (item == value)[..., 1:]
+            if not ((left & ~right).any() and (right & ~left).any()):  # a token has others on both sides
+                padding = value
         for part in (item, item[:, 1:]) if item.ndim == 2 else (item,):
             size = part.numel()
-            found.append([size, int((part != ignored).sum()) if whole else size,
-                          int((part != padding).sum()) if mask or whole and part.ndim > 1 else size, float(part.sum())])
+            labels = int((part != ignored).sum()) if integers else size
+            tokens = size if padding is None else int((part != padding).sum())
+            found.append([size, labels, tokens, float(part.sum())])
     return found
 
 

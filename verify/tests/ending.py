@@ -1,7 +1,7 @@
 """A small loop that ends as its argument says: normally, by an error, with nan, or without an optimizer step.
 
 "float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
-names of verify's own.
+names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores a label.
 """
 import sys
 
@@ -13,8 +13,21 @@ class Keywords(torch.nn.Linear):
         return super().forward(function * module)
 
 
+def on_complex_numbers():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 3, dtype=torch.cfloat), torch.arange(12) % 2)
+    for inputs, labels in torch.utils.data.DataLoader(data, 4):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs.abs()), labels, ignore_index=0).backward()
+        optimizer.step()
+
+
 def loop(way):
     torch.manual_seed(0)
+    if way == "complex":
+        on_complex_numbers()
+        return
     model = Keywords(3, 1) if way == "keywords" else torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e300 if way == "nan" else 0.01)
     for step in range(6):

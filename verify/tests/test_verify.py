@@ -28,7 +28,7 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
-from verify.records import INPUTS, Row, Run, Starts, equal, in_step, join_samples, match
+from verify.records import INPUTS, Row, Run, Starts, equal, in_step, join_samples, load, match
 from verify.samples import by_sample, counts_of, described
 from verify.watching import new_order, replicas, watch
 
@@ -551,10 +551,20 @@ def test_both_parts_of_complex_numbers_are_recorded():
 
 
 @pytest.mark.parametrize(("rows", "ignored", "tokens"), [
-    ([[5, 6, 2, 2], [3, 2, 2, 2], [7, 8, 9, 4]], -100, (12, 7)), ([[5, 6], [3, 4]], 3, (3, 4)),
+    ([[5, 6, 2, 2], [3, 2, 2, 2], [7, 8, 9, 4]], -100, (12, 7)), ([[1, 5, 6, 6], [6, 2, 6, 4]], -100, (8, 8)),
+    ([[0, 0, 5, 6], [0, 2, 3, 4]], -100, (8, 5)), ([[5, 0, 6, 1], [0, 2, 3, 4]], -100, (8, 8)),
+    ([[5, 6], [3, 4]], 3, (3, 4)),
     ([[1, 1, 0], [1, 1, 1], [0, 0, 0]], -100, (9, 5)), ([[5, 6, 0], [3, 0, 0]], -100, (6, 3))])
 def test_counts_leave_out_padding_and_ignored_labels(rows, ignored, tokens):
     assert tuple(counts_of([torch.tensor(rows)], ignored)[0][1:3]) == tokens
+
+
+def test_complex_batches_and_ignored_labels_are_recorded(records):
+    """In float64, a batch of complex64 would end the program. The criterion ignores two of four labels."""
+    run = Run.read(records / "complex", "A")
+    assert run.kinds(0)[-1] == "end" and run.length == 3
+    assert run.states(0)[0]["counts"][0][:4] == [4, 2, 4, 2.0]
+    assert load(run.states(0)[0])["sites"][0][1] == 2 * 12 * 3  # both parts of each number drawn
 
 
 def test_samples_that_every_rank_reads_count_once():
