@@ -7,7 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAUNCH, PROGRAMS, PYTHON, ROOT, STRICT, TORCHRUN, distance, good, load, replace_lines, run, same
+from conftest import (
+    LAUNCH,
+    PROGRAMS,
+    PYTHON,
+    ROOT,
+    SITE,
+    STRICT,
+    TORCHRUN,
+    distance,
+    good,
+    load,
+    replace_lines,
+    run,
+    same,
+)
 from torch import nn
 
 BASELINE, DDP = ROOT / "minimal/train.py", ROOT / "minimal/train_DDP.py"
@@ -31,14 +45,15 @@ EPOCH = re.compile(r"epoch +(\d+)  loss ([\d.]+)  val_loss ([\d.]+)  lr ([\d.e-]
 def environment(tmp_path_factory):
     """Return an environment in which Python computes in float64, and in one thread."""
     folder = tmp_path_factory.mktemp("float64")
-    (folder / "sitecustomize.py").write_text("import torch\ntorch.set_default_dtype(torch.float64)\n")
+    (folder / "sitecustomize.py").write_text(
+        (PROGRAMS / "site/sitecustomize.py").read_text() + "import torch\ntorch.set_default_dtype(torch.float64)\n")
     return {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
 def launched(once, environment):
     """Return a function that runs a command of COMMANDS once: name to (folder, result)."""
-    own = {"PYTHONPATH": ""}  # float64 fails in autocast's loss up to torch 2.11
+    own = {"PYTHONPATH": SITE}  # float64 fails in autocast's loss up to torch 2.11
     env = environment | STRICT
     return lambda name: once(f"minimal {name}", lambda folder: run(
         *COMMANDS[name], cwd=folder, env=env | own if name == "train_amp.py" else env))
