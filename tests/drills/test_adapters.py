@@ -1,12 +1,14 @@
 """Adapters that two processes trained: peft adds them to transformers' Llama, and they compute the same there."""
+import sys
+
 import pytest
 import torch
 from conftest import PYTHON, TORCHRUN, good, run
 
-from language import gpt, llama
+from language import gpt, llama, lora
 
 
-def test_peft_loads_the_adapters_and_computes_the_same(tmp_path):
+def test_peft_loads_the_adapters_and_computes_the_same(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers", reason="no transformers: pip install -r requirements/drill.txt")
     peft = pytest.importorskip("peft", reason="no peft: pip install -r requirements/drill.txt")
     torch.manual_seed(0)
@@ -17,10 +19,12 @@ def test_peft_loads_the_adapters_and_computes_the_same(tmp_path):
     good(run(*TORCHRUN, "--nproc-per-node=2", "-m", "language.train_LoRA", *options, "--output-dir", tmp_path, "--lr",
              "0.02", "--windows", "64", "--length", "128", "--batch-size", "8", "--warmup-steps", "0", "--epochs", "2",
              "--sample", ""))
-    command = [PYTHON, "-m", "language.lora", tmp_path / "best.pt"]
-    good(run(*command, tmp_path / "adapters"))
-    good(run(*command, tmp_path / "merged.pt", "--weights", tmp_path / "base"))
-    good(run(PYTHON, "-m", "language.llama", tmp_path / "merged.pt", tmp_path / "merged", "--model", tmp_path / "base"))
+    good(run(PYTHON, "-m", "language.lora", tmp_path / "best.pt", tmp_path / "adapters"))
+    for module, *words in ((lora, "best.pt", "merged.pt", "--weights", "base"),
+                           (llama, "merged.pt", "merged", "--model", "base")):
+        names = [word if word.startswith("--") else str(tmp_path / word) for word in words]
+        monkeypatch.setattr(sys, "argv", [module.__name__, *names])
+        module.main()
 
     tokens = torch.randint(256, (2, 40))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -84,10 +84,10 @@ def shown(browser, pairs, unified=False):
 
 
 def test_every_pair_shows_both_scripts_whole_and_the_numbers_of_the_markers(page):
-    """The test compares each script with its parents and the next script, both ways: all pairs would take minutes."""
+    """The test compares each script with its parents, and the next script with it: all pairs would take minutes."""
     browser = page()
-    near = {*FAMILIES, *itertools.pairwise(SCRIPTS)}
-    pairs = sorted(near | {pair[::-1] for pair in near})
+    backward = [pair[::-1] for pair in itertools.pairwise(SCRIPTS)]
+    pairs = sorted({*FAMILIES, *backward})
     lines = {name: list(enumerate(script.lines, 1)) for name, script in SCRIPTS.items()}
     for (left, right), found in shown(browser, pairs).items():
         assert [(number, text) for number, text, *_ in found["rows"] if text is not None] == lines[left]
@@ -95,7 +95,7 @@ def test_every_pair_shows_both_scripts_whole_and_the_numbers_of_the_markers(page
         if SCRIPTS[right].parents == [left]:
             assert found["count"] == sum(block.changed for block in SCRIPTS[right].blocks)
             assert found["blocks"] == [block.reason for block in SCRIPTS[right].blocks]
-    for (_, right), found in shown(browser, pairs, unified=True).items():
+    for (_, right), found in shown(browser, pairs[::4], unified=True).items():
         assert [(number, text) for _, _, number, text, _ in found["rows"] if text is not None] == lines[right]
 
 

@@ -44,12 +44,13 @@ def test_the_wheel_runs_beside_torch_alone(tmp_path):
     good(run(PYTHON, *build, "--wheel-dir", tmp_path, source))
     [wheel] = tmp_path.glob("verify_training-*.whl")
 
-    good(run(PYTHON, "-m", "venv", tmp_path / "alone"))
+    good(run(PYTHON, "-m", "venv", "--without-pip", tmp_path / "alone"))
     python = tmp_path / "alone/bin/python"
     [packages] = (tmp_path / "alone/lib").glob("python*/site-packages")
     link_torch(tmp_path / "torch")
     (packages / "torch.pth").write_text(f"{tmp_path / 'torch'}\n")
-    good(run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel))
+    good(run(PYTHON, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index",
+             "--disable-pip-version-check", wheel))
     assert run(python, "-c", "import pytest", quiet=False).code == 1
 
     (tmp_path / "program.py").write_text(PROGRAM)
