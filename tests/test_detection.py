@@ -82,7 +82,7 @@ def test_evaluation_does_not_depend_on_processes_or_batches(trained, scenes, tmp
     assert re.search(r"val_loss .*mAP [\d.]+", said)[0] == re.search(r"val_loss .*mAP [\d.]+", line)[0]
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, scenes, tmp_path):
     folder, _ = trained("train_DDP.py")
     good(run(*command("detection/train_DDP.py"), *OPTIONS, "--data-path", scenes, "--output-dir", tmp_path, "--workers",

@@ -14,6 +14,8 @@ import pytest
 from conftest import PROGRAMS, TORCHRUN
 from live import Live
 
+pytestmark = pytest.mark.drill
+
 
 class Mirror(http.server.ThreadingHTTPServer):
     """Serves a folder and counts the downloads; the first one waits until `go_on` is set, or a second one begins."""

@@ -137,7 +137,7 @@ def test_a_right_line_that_no_file_has_is_refused():
         MUTATIONS["D1"].put_back("sampler.set_epochs(epoch)\n")
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_gloo_mixes_up_gradients_as_the_pitfall_says(tmp_path):
     """If the first gradient is right, torch has fixed pitfall L6."""
     trap, right, found = texts.read_traps(DOCS / "pitfalls", MUTATIONS)["L6"], "[[0.0, 4.0, 8.0], [2.0, 6.0, 10.0]]", []

@@ -70,9 +70,9 @@ def test_the_page_for_assistants_is_short_and_names_scripts_that_exist():
     assert len(named) >= 8 and all((ROOT / name).exists() or (ROOT / "minimal" / name).exists() for name in named)
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize("number, said", [
-    (0, '"script": "minimal/train_DDP.py"'), (1, "same: 40 steps"), (2, "same: ")])
+    pytest.param(0, '"script": "minimal/train_DDP.py"', marks=pytest.mark.drill),
+    pytest.param(1, "same: 40 steps", marks=pytest.mark.drill), pytest.param(2, "same: ", marks=pytest.mark.nightly)])
 def test_the_commands_for_assistants_run(tmp_path, number, said):
     commands = [text.replace("\\\n", "") for text in re.findall(r"```sh\n(.*?)```", AGENTS, re.S)]
     assert len(commands) == 3

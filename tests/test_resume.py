@@ -33,6 +33,7 @@ def test_a_resumed_run_of_two_processes_ends_bit_for_bit(finished, tmp_path):
     assert epochs(result.out) == epochs(whole.out)[8:]
 
 
+@pytest.mark.drill
 def test_one_process_measures_what_two_reported(finished):
     """A copy of the script outside the repository is started by plain `python`."""
     folder, result = finished

@@ -50,15 +50,18 @@ def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, sta
 
 
 def test_one_output_folder_takes_one_run(tmp_path):
-    """A second run is rejected, and the first continues; however the first ends, the folder is then free."""
+    """A second run is rejected, and the first continues; however the first ends, the folder is then free.
+
+    tests/unit/test_checkpoint.py has a second run of two processes.
+    """
     with Live(PYTHON, "train.py", *LONG, "--output-dir", tmp_path) as live:
         live.wait_for("^epoch +1/")
         live.process.send_signal(signal.SIGSTOP)  # it keeps its lock, and leaves the cores to the others
-        second = run(*TORCHRUN, "--nproc-per-node=2", "train_DDP.py", "--output-dir", tmp_path)
-        said, = ours(second.err.splitlines())
-        assert said.startswith(f"train_DDP.py: error: --output-dir {tmp_path}: in use by another run (host and pro")
+        second = run(PYTHON, "train.py", "--output-dir", tmp_path)
+        said, = second.err.splitlines()
+        assert said.startswith(f"train.py: error: --output-dir {tmp_path}: in use by another run (host and pro")
         assert f" {live.process.pid}); choose another folder" in said
-        assert second.code == 1 and "epoch" not in second.out
+        assert second.code == 2 and "epoch" not in second.out
         measured = good(run(PYTHON, "train.py", "--evaluate", "--resume", "auto", "--output-dir", tmp_path))
         assert "accuracy" in measured.out
         live.process.kill()
@@ -94,6 +97,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path, command):
         live.wait_for(f"^epoch +{seen + 5}/")
 
 
+@pytest.mark.nightly
 def test_torchrun_ends_on_the_signal_of_a_closed_terminal_even_under_nohup(tmp_path):
     """If this fails, docs/operations.md need no longer name --signals-to-handle."""
     with Live("nohup", *STARTS["torchrun"], *LONG, "--output-dir", tmp_path) as live:

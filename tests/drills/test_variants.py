@@ -50,8 +50,8 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(runs, scripts, tmp_path
     assert epochs(result.out) == epochs(whole.out)[1:]
 
 
-@pytest.mark.parametrize("script", [script if script == "train_mp.py" else
-                                    pytest.param(script, marks=pytest.mark.nightly) for script in SCRIPTS])
+@pytest.mark.nightly  # test_resume.py measures with one script
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, scripts, tmp_path, script):
     """One process (two with mp) evaluates another script's checkpoint and finds the reported accuracy."""
     other = SCRIPTS[SCRIPTS.index(script) - 1] if script != "train_mp.py" else "train_combined.py"

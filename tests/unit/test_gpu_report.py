@@ -137,7 +137,7 @@ time.sleep(600)"""
     assert not processes_of_session(session)
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_nanogpt_and_the_bare_step_of_the_language_model_are_measured(tmp_path):
     """In place of nanoGPT, a program that prints its lines."""
     pytest.importorskip("psutil", reason="no psutil: pip install -r requirements/bench.txt")

@@ -364,6 +364,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, ru_maxrss has another unit, or does not exist")
 def test_a_digest_needs_little_memory(tmp_path):
     """In MiB. The weight and its gradient have 64 MiB each, in float64."""
