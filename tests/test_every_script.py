@@ -35,7 +35,7 @@ def find_run(script):
         return "language", next(name for name, command in STARTS.items() if command[:2] == start)
     if script.startswith("detection/"):
         return "detectors", script.removeprefix("detection/")
-    return "stopped" if script in ("train_elastic.py", "train_DCP.py") else "runs", script
+    return "stopped" if script == "train_DCP.py" else "runs", script
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -12,8 +12,8 @@ from live import Live, ours
 import verify
 from common import dcp_folders
 
-# At night. A test below stops and resumes the first two, and a drill resumes on three processes
-NIGHTLY = ["train_elastic.py", "train_DCP.py", "train_DDP.py on 3"]
+# At night. A test below stops and resumes the first, and a drill resumes on three processes
+NIGHTLY = ["train_DCP.py", "train_DDP.py on 3"]
 # A new script is here without being named. Not exact by its idea: train_amp.py, see test_precision.py
 EXACT = [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY), id=name)
          for name in RUNS if name not in ("train.py", "train_amp.py")]
@@ -90,7 +90,7 @@ def stopped(once, scripts):
 
 
 @pytest.mark.parametrize(("script", "parent"), [
-    ("train_elastic.py", "train_DDP.py"), ("train_DCP.py", "train_FSDP.py")])
+    pytest.param("train_elastic.py", "train_DDP.py", marks=pytest.mark.drill), ("train_DCP.py", "train_FSDP.py")])
 def test_a_stopped_run_resumes_within_its_epoch(runs, stopped, script, parent):
     """The second command loses and repeats no sample: the weights are those of the parent, which ran in one command.
 

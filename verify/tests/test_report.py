@@ -42,7 +42,8 @@ def test_the_fields_are_those_of_the_page(tmp_path):
 
 
 @pytest.mark.parametrize(("rate", "code", "cause"), [
-    pytest.param(0.1, 0, None, marks=pytest.mark.nightly), (0.0, 1, "never-moves")])
+    pytest.param(0.1, 0, None, marks=pytest.mark.nightly),
+    pytest.param(0.0, 1, "never-moves", marks=pytest.mark.drill)])
 def test_a_watched_run_has_a_report(tmp_path, rate, code, cause):
     """A sound run ends with 0; `cause` is that of the first finding."""
     program, report = tmp_path / "program.py", tmp_path / "report.json"
