@@ -104,6 +104,12 @@ def learning_rate(diff):
     differ = [pair for pair in diff.pairs if pair[0].rate != pair[1].rate]
     one, two = differ[0]
     which = some([row for row, _ in differ], diff.pairs)
+    for number, side in enumerate(diff.sides):
+        names = {pair[number].name for pair in differ}
+        ranks = [str(rank) for rank, state in zip(side.run.ranks, side.states)
+                 if names & {row.name for row in state["rows"]}]
+        if len(ranks) < len(side.states):  # such as the stage of a pipeline
+            which += f", all on rank(s) {', '.join(ranks)} of {side.label},"
     fact = f"the rate of {which} is {one.rate[0]:g} in A and {two.rate[0]:g} in B"
     fact += ", after equal earlier rates" if diff.step else ""
     rates = [[row.rate[0] for step in diff.steps for row in side.run.at(step)[0][0]["rows"] if row.name == one.name]
@@ -191,7 +197,7 @@ def clip(diff):
         if not math.isclose(one, two, rel_tol=EQUAL):
             return f"two ranks clip different norms, {one:.4g} and {two:.4g}"
     for (one, bound), (two, other) in zip(left[0], right[0]):
-        scaled = max(one, two) > 100 * min(one, two)
+        scaled = max(one, two) > 100 * min(one, two) > 0 and (one > bound or two > other)  # 0: no gradient at all
         if bound != other or scaled:
             fact = f"A clips a norm of {one:.4g} to {bound:g}, B {two:.4g} to {other:g}"
             return fact + ", which is still scaled (pitfall P6)" * scaled
@@ -334,6 +340,17 @@ def reweighted(diff):
                         f"{', '.join(f'{value:g}' for value in weights[:8])}, give the other run's loss")
 
 
+def class_weights(diff):
+    """The losses weight the classes differently, as if each rank counted the labels of its own share."""
+    first = diff.a.states[0]["weights"]
+    for side in diff.sides if not diff.same_loss else ():
+        for rank, state in zip(side.run.ranks, side.states):
+            for one, two in zip(first, state["weights"]):
+                if one[0] == two[0] and gap(one[1], two[1]) > EQUAL:
+                    return (f"the argument {one[0]} on rank {rank} of {side.label} differs from that on rank 0 of A; "
+                            f"{mean_losses(diff)}")
+
+
 def parts_of_mean(states):
     """Return the losses of all ranks and micro-batches, lists of counts that they may be divided by, and factors.
 
@@ -379,7 +396,7 @@ RULES = [
      "gradients are zero before a later micro-batch"),
     # with equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests
     ("batchnorm", lambda diff: "batchnorm" in diff.flags and diff.split and not diff.same_loss and mean_losses(diff)),
-    ("no-backward", no_backward), ("buffers", buffers), ("uneven-mean", reweighted),
+    ("no-backward", no_backward), ("buffers", buffers), ("uneven-mean", reweighted), ("loss", class_weights),
     ("random", lambda diff: "random" in diff.flags and mean_losses(diff)), ("forward", forward),
     # fallbacks: they hold for most differences of the loss, so the answer says "not sure"
     ("uneven-mean", uneven_mean),
@@ -482,9 +499,12 @@ def trace(report, a, b):
                 "length, look for a layer that reads padding")
     elif value:
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
+    changed = unclear and value and not is_input and changed_weights(a, b, step, module)
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
     if draws and not in_model and (unclear or cause == "random"):
         cause, fact = "samples", fact or "the program draws other random numbers for this step"
+    elif changed:
+        cause, fact = changed
     elif unclear and value and place != SIZES:
         cause = {INSIDE: "forward", FIRST: "samples", LATER: "loss"}[place] if is_input else "forward"
     elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
@@ -499,6 +519,19 @@ def trace(report, a, b):
     return {**report, "message": message + f"\n{fact}" * bool(fact) + said}
 
 
+def changed_weights(a, b, step, module):
+    """Return the cause and the evidence if a module's weights are equal in its first call of a step, but not later."""
+    theirs, mine = ([[row[5:] for row in state["passed"] if row[:2] == ["weights", module]]
+                     for state in run.at(step)[0]] for run in (a, b))
+    for cause, who, ranks in (("not-averaged", "the ranks of B", mine), ("not-averaged", "the ranks of A", theirs),
+                              ("optimizer", "A and B", [theirs[0], mine[0]])):
+        alike = [all(equal(calls[0], other) for other in calls) for calls in zip(*ranks)]
+        if not all(alike) and alike[0]:
+            gradients = " from gradients that are not averaged" * (cause == "not-averaged")
+            return cause, (f"the weights of {module} are equal on {who} in the first call, but not in a later one: "
+                           f"something, such as SAM, has changed them in between{gradients}")
+
+
 def first_value(a, b, step):
     """Return (kind, module, place) of the first input or output that differs in a step, () if none does, else None.
 
@@ -510,7 +543,7 @@ def first_value(a, b, step):
     if min(a.length, b.length) <= step:
         return None
     left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
-    place, unlike, shared = FIRST, None, [key for key in left[0] if key in right[0]]
+    place, unlike, shared = FIRST, None, [key for key in left[0] if key in right[0] and key[0] != "weights"]
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)

@@ -3,7 +3,7 @@ import gc
 
 import torch
 
-from .digests import real, wave
+from .digests import digest, real, wave
 
 
 class Modules:
@@ -47,6 +47,15 @@ class Modules:
         self.unoptimized = sorted(((name, item) for name, item in found.values() if item.numel() and not item.is_meta
                                    and real(item).is_floating_point()), key=lambda pair: pair[0])
         return [names.get(id(item), "parameter") for item in parameters]
+
+    def computes(self, module):
+        """Note the weights with which a module computes, in the form of passes(), if this rank has all of them."""
+        own = [item.detach() for item in module._parameters.values()
+               if type(item) is torch.nn.Parameter and not item.is_meta]
+        if id(module) in self.names and own:
+            digests = digest(own)
+            self.passed.append(["weights", self.names[id(module)], False, 0, 1,
+                                *[sum(numbers) for numbers in zip(*digests)][:2]])
 
     def passes(self, kind, module, value, outermost):
         """Note the sums of a module's inputs or outputs over all elements; they add up over ranks and micro-batches."""

@@ -9,6 +9,17 @@ def widened(tensor):
     return tensor.double() if tensor.is_floating_point() else tensor.cdouble() if tensor.is_complex() else tensor
 
 
+def widened_inputs(module, args, more):
+    """Return a call's arguments with float32 tensors in float64, such as those from numpy, if its weights are so."""
+    def narrow(value):
+        return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+    if any(map(narrow, torch.utils._pytree.tree_leaves((args, more)))) and any(
+            parameter.dtype == torch.float64 for parameter in module.parameters()):
+        return torch.utils._pytree.tree_map(lambda value: value.double() if narrow(value) else value, (args, more))
+    return args, more
+
+
 def patches(stepping):
     """Return (replacement, owner, *names) for torch's functions. `stepping` tells whether an optimizer's step runs."""
     def cast(function, tensor, **more):

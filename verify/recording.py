@@ -21,12 +21,13 @@ from . import precision
 from .digests import dense, digest, find_parts, marks
 from .draws import Draws
 from .modules import Modules, tensors_of
-from .samples import Samples, counts_of
+from .samples import Samples, counts_of, weight_of
 
 COLLECTIVES = ("all_reduce all_gather all_gather_into_tensor all_to_all all_to_all_single broadcast gather reduce "
                "reduce_scatter reduce_scatter_tensor scatter").split()
 CRITERIA = ("binary_cross_entropy binary_cross_entropy_with_logits cross_entropy kl_div l1_loss mse_loss nll_loss "
             "smooth_l1_loss").split()
+CLASS_WEIGHTS = {"binary_cross_entropy_with_logits": "pos_weight", "cross_entropy": "weight", "nll_loss": "weight"}
 MISSING, UNREACHED, REACHED = range(3)  # a gradient that is None; that autograd has not reached in this step; others
 PROBES = 4  # how many of an optimizer's parameters to compare before its step, too: the smallest ones
 
@@ -77,8 +78,10 @@ class Recorder:
 
     def clear(self):
         self.losses, self.clips, self.flags, self.begun, self.backwards = [], [], set(), False, 0
-        self.samples.batches, self.samples.evaluated, self.draws.sites, self.modules.passed = [], False, [], []
+        self.samples.batches, self.samples.evaluated, self.samples.inputs = [], False, []
+        self.draws.sites, self.modules.passed = [], []
         self.counted, self.counts = [], []  # of the targets of losses: since the last backward pass; of each pass
+        self.weights = []  # those of classes in losses: [what, digest]
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
         if self.count == self.outputs_at - 1:
@@ -145,7 +148,14 @@ class Recorder:
 
     def criterion(self, function, *args, **more):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not backward_runs():
-            self.counted += counts_of(tensors_of((args, more))[1:2], more.get("ignore_index", -100))
+            ignored = more.get("ignore_index", -100)
+            self.counted += counts_of(tensors_of((args, more))[1:2], ignored)
+            named = dict(zip(function.__code__.co_varnames, args)) | more
+            name = CLASS_WEIGHTS.get(function.__name__)
+            if isinstance(named.get(name), torch.Tensor):
+                found = [f"{name} of {function.__name__}", digest([named[name]])[0]]
+                self.weights += [found] * (found not in self.weights)
+                self.counted += weight_of(named["target"], named[name], ignored)
         return function(*args, **more)
 
     def backward(self, function, tensors, *args, **more):
@@ -168,7 +178,10 @@ class Recorder:
             self.flags.add("reset")  # gradients were set to zero before a later micro-batch
         self.begin()
         self.samples.backward()
-        return function(tensors, *args, **more)
+        try:
+            return function(tensors, *args, **more)
+        finally:
+            self.samples.settle()
 
     def index(self, function, iterator):
         return self.samples.index(function, iterator)
@@ -185,14 +198,18 @@ class Recorder:
         """Record the inputs of the outermost module, which are the samples in a program without a DataLoader."""
         if torch.compiler.is_compiling():
             return function(module, *args, **more)
-        training = module.training and torch.is_grad_enabled() and not backward_runs()
+        training, tensors = module.training and torch.is_grad_enabled() and not backward_runs(), None
+        if not self.depth and not self.native:
+            args, more = precision.widened_inputs(module, args, more)
         if not self.depth and training and not self.samples.trained and not any(self.samples.pending.values()):
             tensors = [value for value in tensors_of((args, more)) if value.ndim > 0]
             trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss has no parameters
             if trains and not any(tensor.requires_grad for tensor in tensors):  # not outputs of another module
-                if not self.samples.inputs:
+                if not self.samples.called:
                     self.draws.note()
-                self.samples.inputs.append(tensors)
+                self.samples.called = True
+            else:
+                tensors = None
         if module.training and any(word in type(module).__name__ for word in self.resting):
             module.eval()
         shown = self.count == self.outputs_at - 1 and training
@@ -201,6 +218,7 @@ class Recorder:
                 self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
             outermost = not any(self.draws.inside)  # a wrapper such as DDP has no name
             self.modules.passes("input", module, (args, more), outermost)
+            self.modules.computes(module)
         self.depth += 1
         self.draws.inside.append(self.modules.names.get(id(module)))
         try:
@@ -208,6 +226,8 @@ class Recorder:
         finally:
             self.depth -= 1
             del self.draws.inside[-1:]
+        if tensors is not None:
+            self.samples.follow(tensors, tensors_of(output))
         if shown:
             self.modules.passes("output", module, output, outermost)
         return output
@@ -226,6 +246,7 @@ class Recorder:
         key = [id(item) for item in self.parameters]
         if self.tables.get(optimizer, [None])[0] != key:
             self.tables[optimizer] = key, *self.tabulate(self.modules.find(self.parameters, self.optimized))
+        self.samples.settle()  # an optimizer may step inside the backward pass
         self.before = self.unoptimized(), self.probe()
         self.look_at_files()
         if self.saves:
@@ -313,7 +334,7 @@ class Recorder:
                    labels=[label for _, label, _ in samples],
                    size=0 if self.samples.trained else max((size for *_, size in samples), default=0),
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
-                   lost=self.lost,
+                   lost=self.lost, weights=self.weights,
                    stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
                    replicas=self.modules.replicas, before=probes, after=self.probe(values),
                    resting=sum(not item.training for item in self.modules.leaves),

@@ -31,7 +31,8 @@ class Samples:
         self.loaders = {}  # ID of a loader's sampler: Loader
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.drawn = weakref.WeakKeyDictionary()  # DataLoader iterator: {number of a batch to come: number of indices}
-        self.inputs = []  # inputs of the outermost modules since the last backward pass
+        self.inputs = []  # [inputs, whether a gradient has reached the output] of calls of the outermost modules
+        self.called = False  # whether such a call followed the last backward pass
         self.trained = set()  # IDs of the datasets whose batches were followed by a backward pass
 
     def deliver(self, function, iterator, native):
@@ -95,9 +96,21 @@ class Samples:
             self.trained.add(id(iterator._dataset))
             self.batches += batches
             batches.clear()
-        inputs = [] if self.trained else [by_sample(item, None) for item in self.inputs]
-        self.batches += [described(INPUTS, parts) for parts in inputs]
-        self.inputs.clear()
+        self.called = False
+
+    def follow(self, inputs, outputs):
+        """Count the inputs of a model as read once a backward pass reaches its outputs, if these can be seen."""
+        outputs = [item for item in outputs if item.requires_grad and not item.is_leaf]
+        call = [inputs, not outputs]
+        self.inputs.append(call)
+        for item in outputs:
+            item.register_hook(lambda grad: call.__setitem__(1, True))
+
+    def settle(self):
+        """Count the inputs whose outputs a backward pass has reached: not those of a teacher or of a first trial."""
+        reached = [inputs for inputs, reached in self.inputs if reached]
+        self.inputs = [call for call in self.inputs if not call[1]]
+        self.batches += [described(INPUTS, by_sample(inputs, None)) for inputs in reached if not self.trained]
 
 
 def by_sample(batch, count):
@@ -153,6 +166,13 @@ def counts_of(parts, ignored=-100):
             tokens = size if padding is None else int((part != padding).sum())
             found.append([size, labels, tokens, float(part.sum())])
     return found
+
+
+def weight_of(target, weight, ignored=-100):
+    """Return the sum of the class weights of all labels, in the form of counts_of(), or [] for other targets."""
+    if target.is_floating_point() or weight.ndim != 1:
+        return []
+    return [[float(weight[target[target != ignored]].sum())] * 4]
 
 
 def described(number, parts):

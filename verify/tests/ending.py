@@ -1,7 +1,8 @@
 """A small loop that ends as its argument says: normally, by an error, with nan, or without an optimizer step.
 
 "float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
-names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores a label.
+names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores one label and
+weights the other.
 """
 import sys
 
@@ -15,11 +16,11 @@ class Keywords(torch.nn.Linear):
 
 def on_complex_numbers():
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer, weight = torch.optim.SGD(model.parameters(), 0.01), torch.tensor([1, 3.0])
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, dtype=torch.cfloat), torch.arange(12) % 2)
     for inputs, labels in torch.utils.data.DataLoader(data, 4):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs.abs()), labels, ignore_index=0).backward()
+        torch.nn.functional.cross_entropy(model(inputs.abs()), labels, weight, ignore_index=0).backward()
         optimizer.step()
 
 
@@ -34,7 +35,7 @@ def loop(way):
         if way == "error" and step == 3:
             raise ValueError("a picture is broken")
         optimizer.zero_grad()
-        inputs = torch.randn(8, 3)
+        inputs = torch.randn(8, 3, dtype=torch.float32)  # as from numpy
         outputs = model(function=inputs, module=1) if way == "keywords" else model(inputs)
         if way == "float32" and step == 3:
             outputs = outputs @ torch.ones(1, 1, dtype=torch.float32)

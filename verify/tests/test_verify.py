@@ -210,6 +210,14 @@ def test_a_schedule_that_runs_twice_as_fast_is_named():
     assert "the schedule of B runs 2 times as fast" in said
 
 
+def test_the_rank_whose_rates_differ_is_named():
+    """Each rank is a stage of a pipeline."""
+    a, b = made("A", [("w", [2]), ("v", [3])]), made("B", [("w", [2])], [("v", [3])])
+    b.states(0)[1]["rows"][0][3] = [0.2]
+    said = compare_runs(a, b)["message"]
+    assert said.startswith("the rate of 1 of 2 parameters, such as v, all on rank(s) 1 of B, is 0.1 in A and 0.2 in B")
+
+
 def test_an_option_of_another_group_is_named_with_its_parameter():
     """Both optimizers print the same groups."""
     pairs = [tuple(Row(name, [2], [1.0] * 3, [rate], [1.0] * 3, [1.0] * 3, options={
@@ -421,7 +429,7 @@ def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
     step = {"event": "step", "batches": [[0, [], [1.0, 2.0], []]], "losses": [1.0], "clips": [], "flags": [],
             "resting": 0, "unoptimized": [], "passed": [], "sites": [], "labels": [], "size": 2, "lost": [],
-            "stale": [], "counts": []}
+            "stale": [], "counts": [], "weights": []}
     zero = [[0.0] * 3]
     return Run(label, [(rank, [{**step, "rows": [[name, shape, *(more or zero)[:1], [0.1], *(more[1:] or zero * 2)]
                                                  for name, shape, *more in rows]}])
@@ -444,6 +452,7 @@ def batch(*samples, loader=0):
     return {"batches": [[loader, [], [*samples], []]]}
 
 
+CLASSES = [{"weights": [["weight of cross_entropy", [size] * 3]]} for size in (1.0, 2.0)]
 BUFFER = [{"unoptimized": [["buffer mean", [1], [size] * 3]]} for size in (1.0, 2.0)]
 
 
@@ -456,7 +465,11 @@ BUFFER = [{"unoptimized": [["buffer mean", [1], [size] * 3]]} for size in (1.0, 
                                                batch(2.0) | {"counts": [[5, 5, 5, 0]], "losses": [2.2]}]),
     ("evaluation", False, {"losses": [1.5], "flags": ["evaluated"]}, [{"losses": [1.7]}]),
     ("forward", True, {"losses": [1.5]}, [{"losses": [1.7]}, {"losses": [1.7]}]),
-    ("loss", False, {"losses": [1.5]}, [{"losses": [1.7]}])])
+    ("loss", False, {"losses": [1.5]}, [{"losses": [1.7]}]),
+    ("loss", True, {"losses": [1.5]} | CLASSES[0], [CLASSES[0], CLASSES[1]]),
+    ("clip", True, {"clips": [[0.6, 1.0]]}, [{"clips": [[600.0, 1.0]]}]),
+    ("unknown", True, {"clips": [[2.0, 1.0]]}, [{"clips": [[0.0, 1.0]]}]),  # no gradient at all, which is not scaled
+    ("unknown", True, {"clips": [[0.6, 1e9]]}, [{"clips": [[600.0, 1e9]]}])])  # nothing was clipped
 def test_a_rule_says_whether_it_is_sure(cause, sure, a, b):
     report = compare_runs(*differing(a, *b))
     said = report["message"]
@@ -484,6 +497,18 @@ def test_the_first_value_that_differs_tells_the_cause(place, cause, said):
     values = [{"passed": [[*row, 4, 8, size if number == place else 1.0, 1.0] for number, row in enumerate(PASSED)]}
               for size in (1.0, 5.0)]
     found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == cause and said in found["message"], found
+
+
+@pytest.mark.parametrize(("a", "b", "cause", "said"), [
+    ([1.0, 2.0], [[1.0, 2.0], [1.0, 3.0]], "not-averaged", "equal on the ranks of B in the first call"),
+    ([1.0, 2.0], [[1.0, 3.0], [1.0, 3.0]], "optimizer", "equal on A and B in the first call"),
+    ([1.0, 1.0], [[2.0, 2.0], [3.0, 3.0]], "forward", "the output of layer differs")])  # as of experts
+def test_weights_that_change_within_a_step_are_named(a, b, cause, said):
+    states = [{"passed": [["output", "layer", False, 4, 8, output, 1.0],
+                          *[["weights", "layer", False, 0, 1, size, 1.0] for size in calls]]}
+              for output, calls in ((1.0, a), *((5.0, calls) for calls in b))]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*states))
     assert found["cause"] == cause and said in found["message"], found
 
 
@@ -533,7 +558,10 @@ def test_inputs_that_are_integers_are_recorded_apart():
     modules, layer = Modules(), torch.nn.Embedding(4, 2)
     modules.names[id(layer)] = "layer"
     modules.passes("input", layer, (torch.tensor([1, 3]), torch.ones(2, 3)), True)
-    assert [row[:2] for row in modules.passed] == [["input", "layer"], ["input (integers)", "layer"]]
+    modules.computes(layer)
+    assert [row[0] for row in modules.passed] == ["input", "input (integers)", "weights"]
+    assert {row[1] for row in modules.passed} == {"layer"}
+    assert modules.passed[-1][5:] == digest([layer.weight])[0][:2]
 
 
 def test_both_parts_of_complex_numbers_are_recorded():
@@ -564,7 +592,8 @@ def test_complex_batches_and_ignored_labels_are_recorded(records):
     """In float64, a batch of complex64 would end the program. The criterion ignores two of four labels."""
     run = Run.read(records / "complex", "A")
     assert run.kinds(0)[-1] == "end" and run.length == 3
-    assert run.states(0)[0]["counts"][0][:4] == [4, 2, 4, 2.0]
+    assert run.states(0)[0]["counts"][0][:8] == [4, 2, 4, 2.0, *[6.0] * 4]  # the weights of the labels, too
+    assert [name for name, _ in run.states(0)[0]["weights"]] == ["weight of cross_entropy"]
     assert load(run.states(0)[0])["sites"][0][1] == 2 * 12 * 3  # both parts of each number drawn
 
 
