@@ -149,6 +149,10 @@ def meeting(report, a, b, paces):
     if met and all(same_probes(a.states(number)[0]["before"], b.states(number)[0]["before"]) for number in met):
         fact += f"; when they have met, before {len(met)} step(s), A and B have equal weights"
         return {**report, "verdict": "alike", "message": f"{fact}, as far as a few parameters show"}
+    if pace == 1 and met:  # in place of the gradients, which is the same only with plain SGD
+        fact = f"the ranks of {run.label} step with different gradients, and have equal weights before the next step"
+        return {**report, "verdict": "different", "cause": "not-averaged", "step": met[0] + 1,
+                "message": f"{fact}: {remedy('not-averaged')}"}
     return refuse(report, f"{fact}; where they meet, A and B need not be equal")
 
 

@@ -191,7 +191,8 @@ def clip(diff):
         if not same_norm and min(abs(max(diff.factor, 1 / diff.factor) - n) for n in range(2, 65)) < 1e-4:
             return None  # a whole factor, which scales the norms, too
     left, right = ([state["clips"] for state in side.states] for side in diff.sides)
-    if len(left[0]) != len(right[0]):
+    by_value = any(not norm for norm, _ in left[0] + right[0])
+    if len(left[0]) != len(right[0]) and (left[0] and right[0] or by_value or diff.factor):  # else, one clips by hand
         return f"A clips {len(left[0])} time(s) in this step, B {len(right[0])}"
     for (one, _), (two, _) in [*zip(left[0], left[-1]), *zip(right[0], right[-1])]:
         if not math.isclose(one, two, rel_tol=EQUAL):
@@ -491,7 +492,9 @@ def trace(report, a, b):
     one, two = (read_once(run, step, len(other.samples(step))) for run, other in ((a, b), (b, a)))
     if one and equal(one, two):  # what differs is innocent, such as a shuffle of each rank's own share
         agree = value is not None and not (is_input and place == FIRST)
-        innocent = ", loader)", *[", integers)", ", at the start)"] * agree  # or initial weights, which are equal
+        innocent = ", loader)", *[", at the start)"] * agree  # or initial weights, which are equal
+        if kind != "input (integers)" or are_inputs(a.states(step) + b.states(step)):  # else negatives, say
+            innocent += (", integers)",) * agree
         draws = [site for site in draws if not site.endswith(innocent)]
     fact, before = "", {FIRST: ": look before the model", LATER: ", though the outputs before it agree"}
     if place == SIZES:
@@ -501,7 +504,7 @@ def trace(report, a, b):
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
     changed = unclear and value and not is_input and changed_weights(a, b, step, module)
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
-    if draws and not in_model and (unclear or cause == "random"):
+    if draws and not in_model and (unclear or cause == "random" or cause == "buffers" and message.startswith(UNSURE)):
         cause, fact = "samples", fact or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed

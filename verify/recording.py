@@ -73,6 +73,7 @@ class Recorder:
         self.tables, self.optimized, self.hooked, self.reached, self.stale = {}, set(), set(), set(), {}
         self.draws, self.modules, self.samples = Draws(), Modules(), Samples(self.write)
         self.files, self.restored = {}, ([], {})
+        self.passes = {}  # {optimizer that has stepped: how many backward passes since}
         self.last = self.loss = None  # the last optimizer that has stepped; the last loss
         self.clear()
 
@@ -174,8 +175,10 @@ class Recorder:
             found = {id(item): self.last for optimizer in self.tables for group in optimizer.param_groups
                     for item in group["params"] if nonzero(item.grad)}
             self.stale = found if self.backwards == 1 else {key: self.stale[key] for key in {*found} & {*self.stale}}
-        if self.samples.batches and self.parameters and not any(nonzero(item.grad) for item in self.parameters):
-            self.flags.add("reset")  # gradients were set to zero before a later micro-batch
+        for optimizer, passes in self.passes.items():  # since its last step
+            if passes and not any(nonzero(item.grad) for group in optimizer.param_groups for item in group["params"]):
+                self.flags.add("reset")  # gradients were set to zero before a later micro-batch
+            self.passes[optimizer] = passes + 1
         self.begin()
         self.samples.backward()
         try:
@@ -341,6 +344,7 @@ class Recorder:
                    **self.restored[1])
         self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)
         self.reached -= {*keys}
+        self.passes[optimizer] = 0
         self.outer, self.count = None, self.count + 1
         self.clear()
         self.draws.note()

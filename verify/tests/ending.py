@@ -2,7 +2,7 @@
 
 "float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
 names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores one label and
-weights the other.
+weights the other. "turns" has two optimizers; "turns-reset" also resets the gradients of the slower one too often.
 """
 import sys
 
@@ -24,8 +24,25 @@ def on_complex_numbers():
         optimizer.step()
 
 
+def in_turns(reset):
+    """The second of two optimizers steps after every second batch."""
+    models = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for step in range(8):
+        models[1](models[0](torch.randn(8, 3))).square().mean().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        if step % 2:
+            optimizers[1].step()
+        if step % 2 or reset:
+            optimizers[1].zero_grad()
+
+
 def loop(way):
     torch.manual_seed(0)
+    if "turns" in way:
+        in_turns("reset" in way)
+        return
     if way == "complex":
         on_complex_numbers()
         return

@@ -469,7 +469,10 @@ BUFFER = [{"unoptimized": [["buffer mean", [1], [size] * 3]]} for size in (1.0, 
     ("loss", True, {"losses": [1.5]} | CLASSES[0], [CLASSES[0], CLASSES[1]]),
     ("clip", True, {"clips": [[0.6, 1.0]]}, [{"clips": [[600.0, 1.0]]}]),
     ("unknown", True, {"clips": [[2.0, 1.0]]}, [{"clips": [[0.0, 1.0]]}]),  # no gradient at all, which is not scaled
-    ("unknown", True, {"clips": [[0.6, 1e9]]}, [{"clips": [[600.0, 1e9]]}])])  # nothing was clipped
+    ("unknown", True, {"clips": [[0.6, 1e9]]}, [{"clips": [[600.0, 1e9]]}]),  # nothing was clipped
+    ("clip", True, {"clips": [[0.6, 1.0]]}, [{"clips": [[0.6, 1.0], [0.5, 1.0]]}]),
+    ("clip", True, {"clips": [[0.0, 1.0]]}, [{}]),  # by value
+    ("unknown", True, {"clips": [[0.6, 1.0]]}, [{}])])  # clipped by hand: else, the gradients are proportional
 def test_a_rule_says_whether_it_is_sure(cause, sure, a, b):
     report = compare_runs(*differing(a, *b))
     said = report["message"]
@@ -498,6 +501,33 @@ def test_the_first_value_that_differs_tells_the_cause(place, cause, said):
               for size in (1.0, 5.0)]
     found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
     assert found["cause"] == cause and said in found["message"], found
+
+
+@pytest.mark.parametrize(("before", "loader", "kind", "cause"), [
+    ("loss", 0, "numpy, integers", "samples"),  # such as negatives, which come from no loader
+    ("loss", INPUTS, "numpy, integers", "forward"),  # the samples are equal, so each rank has drawn its own
+    ("buffers", 0, "torch", "samples")])
+def test_a_line_that_draws_other_numbers_comes_before_a_fallback(before, loader, kind, cause):
+    states = [batch(1.0, 2.0, loader=loader) | {
+        "passed": [["input (integers)", "layer", False, 4, 8, size, 1.0]],
+        "sites": [[f"p.py:1 ({kind})", 4, size, 1.0]]}
+        for size in (1.0, 5.0)]
+    found = trace({"step": 1, "cause": before, "message": "not sure: evidence"}, *differing(*states))
+    assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "samples"), found
+
+
+@pytest.mark.parametrize(("met", "verdict"), [(2.0, "different"), (1.0, "alike")])
+def test_weights_that_are_averaged_after_each_step_are_no_gradients(met, verdict):
+    """Only with plain SGD is it the same."""
+    step = made("A", [("w", [2])]).states(0)[0]
+
+    def run(label, *ranks):
+        return Run(label, [(rank, [{**step, **{when: [["w", [2], [size] * 3]] for when, size in zip(
+            ("before", "after"), sizes)}} for sizes in steps]) for rank, steps in enumerate(ranks)])
+
+    report = compare_runs(run("A", [(0.0, 1.0), (1.0, 3.0)]),
+                          run("B", [(0.0, 0.5), (met, 2.0)], [(0.0, 1.5), (met, 4.0)]))
+    assert (report["verdict"], report["cause"]) == (verdict, "not-averaged" if met == 2.0 else None), report
 
 
 @pytest.mark.parametrize(("a", "b", "cause", "said"), [
@@ -586,6 +616,11 @@ def test_both_parts_of_complex_numbers_are_recorded():
     ([[1, 1, 0], [1, 1, 1], [0, 0, 0]], -100, (9, 5)), ([[5, 6, 0], [3, 0, 0]], -100, (6, 3))])
 def test_counts_leave_out_padding_and_ignored_labels(rows, ignored, tokens):
     assert tuple(counts_of([torch.tensor(rows)], ignored)[0][1:3]) == tokens
+
+
+def test_gradients_that_are_reset_between_the_steps_of_a_slower_optimizer_are_named(records):
+    report = verify.compare(records / "turns", records / "turns-reset")
+    assert (report["cause"], report["step"]) == ("reset", 3), report
 
 
 def test_complex_batches_and_ignored_labels_are_recorded(records):
