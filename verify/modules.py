@@ -60,6 +60,7 @@ class Modules:
     def passes(self, kind, module, value, outermost):
         """Note the sums of a module's inputs or outputs over all elements; they add up over ranks and micro-batches."""
         tensors = [real(item) for item in tensors_of(value)] if id(module) in self.names else []
+        tensors = [item for item in tensors if item.ndim] or tensors  # ranks do not split a scalar, such as a scale
         for floats in (True, False):
             if found := [item for item in tensors if item.is_floating_point() == floats]:
                 with torch.no_grad():  # a plane wave along the last axis, but only the sum of integers

@@ -255,13 +255,17 @@ class Recorder:
         if self.saves:
             self.restored = self.states(optimizer), {"scalers": [item.state_dict() for item in self.modules.scalers],
                                                      "random": self.draws.checksums()}
-        self.reach = [MISSING if item.grad is None else UNREACHED if id(item) in self.hooked - self.reached else REACHED
-                      for item in self.parameters]
         closure = len(args) > 1 or more.get("closure")
+        self.reach = None if closure else self.reaches()
         scale = getattr(optimizer, "grad_scale", None)  # the fused kernel unscales inside the step
         self.grads = None if closure else digest(
             [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters],
             self.tables[optimizer][2])
+
+    def reaches(self):
+        """Return for each parameter whether it has a gradient, and whether autograd has reached it in this step."""
+        return [MISSING if item.grad is None else UNREACHED if id(item) in self.hooked - self.reached else REACHED
+                for item in self.parameters]
 
     def states(self, optimizer):
         """Return {name: digest} of the optimizer's state for each parameter: of its tensors and numbers."""
@@ -328,7 +332,7 @@ class Recorder:
         self.flags |= {str(item.dtype) for item in self.parameters}
         number = [*self.tables].index(optimizer)
         values = digest(self.parameters, parts)
-        self.write("rows", rows=[*zip(self.rates, grads, values, self.reach, self.groups)],
+        self.write("rows", rows=[*zip(self.rates, grads, values, self.reach or self.reaches(), self.groups)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
         samples = [sample for _, _, found, _ in self.samples.batches for sample in found]

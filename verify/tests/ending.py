@@ -2,7 +2,8 @@
 
 "float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
 names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores one label and
-weights the other. "turns" has two optimizers; "turns-reset" also resets the gradients of the slower one too often.
+weights the other. "closure" trains with LBFGS. "turns" has two optimizers; "turns-reset" also resets the gradients of
+the slower one too often.
 """
 import sys
 
@@ -48,11 +49,21 @@ def loop(way):
         return
     model = Keywords(3, 1) if way == "keywords" else torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e300 if way == "nan" else 0.01)
+    if way == "closure":
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.01)
     for step in range(6):
         if way == "error" and step == 3:
             raise ValueError("a picture is broken")
-        optimizer.zero_grad()
         inputs = torch.randn(8, 3, dtype=torch.float32)  # as from numpy
+        if way == "closure":
+            def closure(inputs=inputs):
+                optimizer.zero_grad()
+                loss = (model(inputs) - 1).square().mean()
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+            continue
+        optimizer.zero_grad()
         outputs = model(function=inputs, module=1) if way == "keywords" else model(inputs)
         if way == "float32" and step == 3:
             outputs = outputs @ torch.ones(1, 1, dtype=torch.float32)

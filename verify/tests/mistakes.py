@@ -29,7 +29,7 @@ MISTAKES = [
     "average of one epoch", "gradients kept", "labels smoothed", "noise of each rank", "local SGD", "local SGD, copied",
     "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer",
     "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch"]
-WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset"]
+WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "closure"]
 
 
 class Sixteen(torch.optim.Optimizer):

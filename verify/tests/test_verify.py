@@ -425,6 +425,11 @@ def test_a_mistake_that_one_run_shows_is_found_without_another(records):
     assert found == {mistake: {cause} if cause else set() for mistake, cause in WATCHED.items()}
 
 
+def test_gradients_that_a_closure_computes_are_seen(records):
+    report = watch(records / "closure")
+    assert report["verdict"] == "sound" and report["steps"] == [6], report
+
+
 def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
     step = {"event": "step", "batches": [[0, [], [1.0, 2.0], []]], "losses": [1.0], "clips": [], "flags": [],
@@ -587,10 +592,10 @@ def test_a_run_that_only_float64_ends_is_compared_in_its_own_precision():
 def test_inputs_that_are_integers_are_recorded_apart():
     modules, layer = Modules(), torch.nn.Embedding(4, 2)
     modules.names[id(layer)] = "layer"
-    modules.passes("input", layer, (torch.tensor([1, 3]), torch.ones(2, 3)), True)
+    modules.passes("input", layer, (torch.tensor([1, 3]), torch.ones(2, 3), torch.tensor(0.5)), True)
     modules.computes(layer)
     assert [row[0] for row in modules.passed] == ["input", "input (integers)", "weights"]
-    assert {row[1] for row in modules.passed} == {"layer"}
+    assert {row[1] for row in modules.passed} == {"layer"} and modules.passed[0][4] == 6  # without the scalar
     assert modules.passed[-1][5:] == digest([layer.weight])[0][:2]
 
 
