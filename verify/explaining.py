@@ -424,13 +424,15 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 continue
             cause, what = RANKS[column]
             differ = [pair for pair in pairs if worst([pair], column)[0] > limit]
+            whole = other and all(len(state["samples"]) == len(other.samples(step)) > 0 for state in states)
             if column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"]):
                 cause = "partial"
             elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
                 cause, what = "clip", "gradients, proportional to each other"
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
-            return cause, f"ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
+            unsure = UNSURE * bool(cause == "not-averaged" and whole)  # in a tensor-parallel group, samples are equal
+            return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
 
 
 def unmatched(rows, others, pairs):
@@ -491,11 +493,12 @@ def trace(report, a, b):
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
     one, two = (read_once(run, step, len(other.samples(step))) for run, other in ((a, b), (b, a)))
     if one and equal(one, two):  # what differs is innocent, such as a shuffle of each rank's own share
-        agree = value is not None and not (is_input and place == FIRST)
-        innocent = ", loader)", *[", at the start)"] * agree  # or initial weights, which are equal
-        if kind != "input (integers)" or are_inputs(a.states(step) + b.states(step)):  # else negatives, say
-            innocent += (", integers)",) * agree
-        draws = [site for site in draws if not site.endswith(innocent)]
+        innocent = [", loader)"]
+        if value is not None and not (is_input and place == FIRST):
+            innocent.append(", at the start)")  # such as initial weights, which are equal
+            if kind != "input (integers)" or are_inputs(a.states(step) + b.states(step)):  # else, such as negatives
+                innocent.append(", integers)")
+        draws = [site for site in draws if not site.endswith(tuple(innocent))]
     fact, before = "", {FIRST: ": look before the model", LATER: ", though the outputs before it agree"}
     if place == SIZES:
         fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
@@ -504,7 +507,8 @@ def trace(report, a, b):
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
     changed = unclear and value and not is_input and changed_weights(a, b, step, module)
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
-    if draws and not in_model and (unclear or cause == "random" or cause == "buffers" and message.startswith(UNSURE)):
+    fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
+    if draws and not in_model and (unclear or cause == "random" or fallback):
         cause, fact = "samples", fact or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
@@ -515,7 +519,7 @@ def trace(report, a, b):
     elif value == ():
         part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
         fact = f"the outputs of all modules agree, so the {part} differs"
-        message = message.removeprefix(UNSURE) if cause == "loss" else message
+        message = message.removeprefix(UNSURE) if cause in ("loss", "not-averaged") else message
     said = f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
     if cause != report["cause"]:
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}{said}"}
@@ -574,16 +578,25 @@ def draws_that_differ(a, b, step):
 
 def comparable(left, right, key, other=None):
     """Return the pairs of a value's sums that have equal sizes: over all ranks, or on rank 0, in each run."""
-    pairs = [(one.get(key, []), two.get(other or key, [])) for one in left for two in right]
-    return [pair for pair in pairs if pair[0][:1] == pair[1][:1]]
+    pairs = [(one.get(key), two.get(other or key)) for one in left for two in right]
+    return [pair for pair in pairs if all(pair) and pair[0][0] == pair[1][0]]
 
 
 def sums(states, field, length):
-    """Return {the first `length` values of an item: the sums of its other values}, of rank 0 and of all ranks."""
-    first, every = {}, {}
-    for rank, state in enumerate(states):
+    """Return {the first `length` values of an item: the sums of its other values}, of rank 0 and of all ranks.
+
+    Those of rank 0 are nan, and so equal to none, if another rank has different ones of the same size: then rank 0 has
+    only a part, or the ranks differ.
+    """
+    ranks, every = [{} for _ in states], {}
+    for state, own in zip(states, ranks):
         for item in state[field]:
             key, numbers = tuple(item[:length]), item[length:]
-            for found in (first, every) if rank == 0 else (every,):
+            for found in (own, every):
                 found[key] = [x + y for x, y in zip(found.get(key, [0] * len(numbers)), numbers)]
+    first = {}
+    for key, numbers in ranks[0].items():
+        others = [own[key] for own in ranks[1:] if key in own and own[key][0] == numbers[0]]
+        alike = all(equal(numbers, other) for other in others)
+        first[key] = numbers if alike else [numbers[0], *[math.nan] * (len(numbers) - 1)]
     return first, every

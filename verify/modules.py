@@ -48,7 +48,7 @@ class Modules:
                                    and real(item).is_floating_point()), key=lambda pair: pair[0])
         return [names.get(id(item), "parameter") for item in parameters]
 
-    def computes(self, module):
+    def weights(self, module):
         """Note the weights with which a module computes, in the form of passes(), if this rank has all of them."""
         own = [item.detach() for item in module._parameters.values()
                if type(item) is torch.nn.Parameter and not item.is_meta]

@@ -1,4 +1,5 @@
 """Make a program compute in float64: defaults and casts."""
+import itertools
 import sys
 
 import torch
@@ -9,13 +10,14 @@ def widened(tensor):
     return tensor.double() if tensor.is_floating_point() else tensor.cdouble() if tensor.is_complex() else tensor
 
 
-def widened_inputs(module, args, more):
-    """Return a call's arguments with float32 tensors in float64, such as those from numpy, if its weights are so."""
+def widened_inputs(args, more, parameters=()):
+    """Return a call's arguments with float32 tensors, such as those from numpy, in float64 if other tensors are so."""
     def narrow(value):
         return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
-    if any(map(narrow, torch.utils._pytree.tree_leaves((args, more)))) and any(
-            parameter.dtype == torch.float64 for parameter in module.parameters()):
+    leaves = torch.utils._pytree.tree_leaves((args, more))
+    if any(map(narrow, leaves)) and any(getattr(item, "dtype", None) == torch.float64
+                                        for item in itertools.chain(leaves, parameters)):
         return torch.utils._pytree.tree_map(lambda value: value.double() if narrow(value) else value, (args, more))
     return args, more
 

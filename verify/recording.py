@@ -79,7 +79,7 @@ class Recorder:
 
     def clear(self):
         self.losses, self.clips, self.flags, self.begun, self.backwards = [], [], set(), False, 0
-        self.samples.batches, self.samples.evaluated, self.samples.inputs = [], False, []
+        self.samples.batches, self.samples.evaluated, self.samples.calls = [], False, []
         self.draws.sites, self.modules.passed = [], []
         self.counted, self.counts = [], []  # of the targets of losses: since the last backward pass; of each pass
         self.weights = []  # those of classes in losses: [what, digest]
@@ -148,6 +148,8 @@ class Recorder:
         return function(*args, **more)
 
     def criterion(self, function, *args, **more):
+        if not self.native and not torch.compiler.is_compiling():
+            args, more = precision.widened_inputs(args, more)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not backward_runs():
             ignored = more.get("ignore_index", -100)
             self.counted += counts_of(tensors_of((args, more))[1:2], ignored)
@@ -203,7 +205,7 @@ class Recorder:
             return function(module, *args, **more)
         training, tensors = module.training and torch.is_grad_enabled() and not backward_runs(), None
         if not self.depth and not self.native:
-            args, more = precision.widened_inputs(module, args, more)
+            args, more = precision.widened_inputs(args, more, module.parameters())
         if not self.depth and training and not self.samples.trained and not any(self.samples.pending.values()):
             tensors = [value for value in tensors_of((args, more)) if value.ndim > 0]
             trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss has no parameters
@@ -221,7 +223,7 @@ class Recorder:
                 self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
             outermost = not any(self.draws.inside)  # a wrapper such as DDP has no name
             self.modules.passes("input", module, (args, more), outermost)
-            self.modules.computes(module)
+            self.modules.weights(module)
         self.depth += 1
         self.draws.inside.append(self.modules.names.get(id(module)))
         try:

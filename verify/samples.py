@@ -22,6 +22,17 @@ class Loader:
     descents: int = 0  # how often an index was less than the one before it
 
 
+@dataclasses.dataclass
+class Call:
+    """A call of an outermost module: its inputs, and whether a backward pass has reached its outputs."""
+
+    inputs: list
+    reached: bool
+
+    def reach(self, grad):
+        self.reached = True
+
+
 class Samples:
     """The samples read since the last optimizer step."""
 
@@ -31,7 +42,7 @@ class Samples:
         self.loaders = {}  # ID of a loader's sampler: Loader
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.drawn = weakref.WeakKeyDictionary()  # DataLoader iterator: {number of a batch to come: number of indices}
-        self.inputs = []  # [inputs, whether a gradient has reached the output] of calls of the outermost modules
+        self.calls = []  # since the last optimizer step, except those that settle() has counted
         self.called = False  # whether such a call followed the last backward pass
         self.trained = set()  # IDs of the datasets whose batches were followed by a backward pass
 
@@ -101,16 +112,16 @@ class Samples:
     def follow(self, inputs, outputs):
         """Count the inputs of a model as read once a backward pass reaches its outputs, if these can be seen."""
         outputs = [item for item in outputs if item.requires_grad and not item.is_leaf]
-        call = [inputs, not outputs]
-        self.inputs.append(call)
+        call = Call(inputs, reached=not outputs)
+        self.calls.append(call)
         for item in outputs:
-            item.register_hook(lambda grad: call.__setitem__(1, True))
+            item.register_hook(call.reach)
 
     def settle(self):
         """Count the inputs whose outputs a backward pass has reached: not those of a teacher or of a first trial."""
-        reached = [inputs for inputs, reached in self.inputs if reached]
-        self.inputs = [call for call in self.inputs if not call[1]]
-        self.batches += [described(INPUTS, by_sample(inputs, None)) for inputs in reached if not self.trained]
+        reached = [call for call in self.calls if call.reached]
+        self.calls = [call for call in self.calls if not call.reached]
+        self.batches += [described(INPUTS, by_sample(call.inputs, None)) for call in reached if not self.trained]
 
 
 def by_sample(batch, count):

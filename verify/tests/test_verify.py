@@ -511,6 +511,7 @@ def test_the_first_value_that_differs_tells_the_cause(place, cause, said):
 @pytest.mark.parametrize(("before", "loader", "kind", "cause"), [
     ("loss", 0, "numpy, integers", "samples"),  # such as negatives, which come from no loader
     ("loss", INPUTS, "numpy, integers", "forward"),  # the samples are equal, so each rank has drawn its own
+    ("loss", 0, "torch, at the start", "forward"),  # such as initial weights
     ("buffers", 0, "torch", "samples")])
 def test_a_line_that_draws_other_numbers_comes_before_a_fallback(before, loader, kind, cause):
     states = [batch(1.0, 2.0, loader=loader) | {
@@ -519,6 +520,27 @@ def test_a_line_that_draws_other_numbers_comes_before_a_fallback(before, loader,
         for size in (1.0, 5.0)]
     found = trace({"step": 1, "cause": before, "message": "not sure: evidence"}, *differing(*states))
     assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "samples"), found
+
+
+@pytest.mark.parametrize(("second", "cause"), [(5.0, "samples"), (1.0, "not-averaged")])
+def test_a_rank_that_draws_other_numbers_than_rank_0_is_seen(second, cause):
+    """Each rank of a tensor-parallel group draws as many numbers as the one process."""
+    states = [{"sites": [["p.py:1 (torch)", 4, size, 1.0]]} for size in (1.0, second)]
+    report = {"step": 1, "cause": "not-averaged", "message": "not sure: ranks differ"}
+    found = trace(report, *differing(states[0], *states))
+    assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "samples"), found
+
+
+def test_ranks_that_each_read_the_whole_batch_need_not_average():
+    a, b = differing({}, {}, {})
+    b.states(0)[1]["rows"][0][4] = [9.0] * 3
+    report = compare_runs(a, b)
+    assert report["cause"] == "not-averaged" and report["message"].startswith("not sure: ranks 0 and 1 of B")
+    found = trace(report, a, b)
+    assert found["message"].startswith("not sure: ") and found["cause"] == "not-averaged"  # nothing was recorded
+    for state in (*a.states(0), *b.states(0)):
+        state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
+    assert trace(report, *differing(*a.states(0), *b.states(0)))["message"].startswith("ranks 0 and 1 of B")
 
 
 @pytest.mark.parametrize(("met", "verdict"), [(2.0, "different"), (1.0, "alike")])
@@ -593,7 +615,7 @@ def test_inputs_that_are_integers_are_recorded_apart():
     modules, layer = Modules(), torch.nn.Embedding(4, 2)
     modules.names[id(layer)] = "layer"
     modules.passes("input", layer, (torch.tensor([1, 3]), torch.ones(2, 3), torch.tensor(0.5)), True)
-    modules.computes(layer)
+    modules.weights(layer)
     assert [row[0] for row in modules.passed] == ["input", "input (integers)", "weights"]
     assert {row[1] for row in modules.passed} == {"layer"} and modules.passed[0][4] == 6  # without the scalar
     assert modules.passed[-1][5:] == digest([layer.weight])[0][:2]
