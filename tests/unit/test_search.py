@@ -34,6 +34,12 @@ def test_the_first_five_results_contain_the_answer(chinese, least):
     ("Early stopping with ddp bug", "docs/pitfalls/step.md#p14-only-rank-0-stops-early"),
     ("findUnusedParameters", "docs/pitfalls/step.md#p9-ddp-searches-for-unused-parameters-in-every-step"),
     ("两张显卡，训练速度反而更慢", "docs/pitfalls/README.md#it-is-slow"),
+    ("training hangs after one sub-epoch", "docs/pitfalls/README.md#it-hangs-or-fails-at-the-end-of-an-epoch"),
+    ("Can I use 2 GPUs?", "docs/your-own-loop.md#1-change-24-lines"),
+    ("Multi-GPU training vs Distributed training", "docs/your-own-loop.md#coming-from-dataparallel"),
+    ("Can not load checkpoint trained by multi-GPU", "docs/pitfalls/saving.md#e5-every-key-begins-with-module"),
+    ("Multi GPU takes longer", "docs/pitfalls/README.md#it-is-slow"),
+    ("distributed validate", "docs/pitfalls/data.md#d2-accuracy-depends-on-the-number-of-processes"),
 ])
 def test_other_words_find_it_too(text, target):
     assert leads_to(target, text)
