@@ -170,8 +170,8 @@ def unoptimized_differ(a, b, limit, again=False):
               for run in (a, b) for rank in [*run.ranks][1:]]
     for place, left, right, run, other, kind in pairs[:1 if again else None]:
         for number, found in enumerate(zip(run.unoptimized(left), other.unoptimized(right))):
-            if differs := apart(*(state["unoptimized"] for state in found), limit, kind):
-                states = ([next(itertools.islice(part.unoptimized(rank), number, None), found[0])
+            if differs := apart(*found, limit, kind):
+                states = ([{"unoptimized": next(itertools.islice(part.unoptimized(rank), number, None), found[0])}
                            for rank in part.ranks] for part in (a, b))
                 ranks = where(differs[0], *states) if kind == KEPT else ""
                 return f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 SMALL = 1 << 14  # elements; the waves of smaller tensors are kept, which makes many small digests faster
+NOT_FINITE = 0.7, 1.1, -1.1  # in place of NaN and infinity in samples and inputs: missing labels, masks
 FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, one for each axis
 
 

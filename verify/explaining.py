@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, INPUTS, NOISE, Starts, apart, equal, gap, worst
+from .records import EQUAL, INPUTS, NOISE, Starts, apart, equal, gap, only_loaders, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -40,6 +40,7 @@ class Difference:
 
     def __init__(self, a, b, step, column, pairs):
         self.step, self.column, self.pairs, self.steps = step, column, pairs, range(min(a.length, b.length))
+        self.loaders = self.differing_loaders(a, b)
         self.a, self.b = self.sides = Side(a, step, b), Side(b, step, a)
         self.orders = (self.b, self.a), (self.a, self.b)  # a rule that may hold for either run tries B first
         sizes = [{state["size"] for state in side.states} for side in self.sides]
@@ -54,6 +55,20 @@ class Difference:
         self.losses = next((pair for pair in sums if math.isclose(*pair)), means)  # ranks may have parts of a sum
         self.same_loss = math.isclose(*self.losses)
         self.flags = {flag for state in self.states for flag in state["flags"]}
+
+    def differing_loaders(self, a, b):
+        """Keep only the samples of those loaders from which the runs read other samples in this step; name them."""
+        read = []
+        for run in (a, b):
+            read.append({})
+            for loader, samples, _ in (batch for state in run.states(self.step) for batch in state["read"]):
+                read[-1].setdefault(loader, []).extend(samples)
+        unlike = {loader for loader in read[0] if not equal(*(sorted(found.get(loader, [])) for found in read))}
+        if len(unlike) == len(read[0]) or not unlike or {*read[0]} != {*read[1]}:
+            return ""
+        for run in (a, b):
+            only_loaders(run, unlike)
+        return f" of loader {', '.join(str(loader + 1) for loader in sorted(unlike))} of {len(read[0])}"
 
     @cached_property
     def factor(self):
@@ -95,7 +110,7 @@ def common_factor(pairs):
 def batch_size(diff):
     one, two = len(diff.a.samples), len(diff.b.samples)
     if diff.seen and one != two and not diff.factor:
-        return f"the step reads {one} samples in A, {two} in B"
+        return f"the step reads {one} samples{diff.loaders} in A, {two} in B"
 
 
 def learning_rate(diff):
@@ -182,6 +197,13 @@ def stale(diff):
         return f"before the step's first backward pass, {label} still has gradients that {optimizer} left"
 
 
+def unreduced(diff):
+    """In one run only, the last backward pass of the step changes no gradient: FSDP2 has not reduced it."""
+    left, right = (any("unreduced" in state["flags"] for state in side.states) for side in diff.sides)
+    if left != right:
+        return f"the last backward pass of the step changes no gradient in {'B' if right else 'A'}"
+
+
 def clip(diff):
     same_norm = math.isclose(diff.a.norm, diff.b.norm, rel_tol=EQUAL)
     if diff.factor:
@@ -262,12 +284,21 @@ def are_inputs(states):
     return all(batch[0] == INPUTS for state in states for batch in state["batches"])
 
 
+def picked(run, step):
+    """Return the sorted indices that the samplers of all ranks have drawn for a step, if they are known."""
+    return sorted(index for state in run.states(step) for index in state["indices"])
+
+
 def set_epoch(diff):
+    def repeats(run, again):
+        indices = picked(run, diff.step)  # augmentation changes the samples of an index
+        once = read_once(run, diff.step, len(diff.a.samples)), read_once(run, again, len(diff.a.samples))
+        return equal(*once) or bool(indices) and indices == picked(run, again)
+
     for side, other in diff.orders if diff.other_samples else ():
         for again in {*diff.steps} - {diff.step}:
-            if equal(read_once(side.run, again, len(side.samples)), side.samples) and \
-                    not equal(other.run.samples(again), other.run.samples(diff.step)):
-                fact = f"{side.label} reads the same samples in steps {diff.step + 1} and {again + 1}"
+            if repeats(side.run, again) and not repeats(other.run, again):
+                fact = f"{side.label} reads the same samples{diff.loaders} in steps {diff.step + 1} and {again + 1}"
                 one, two = (next((event["sampler"] for events in found.run.events.values() for event in events
                                   if event["event"] == "epoch"), "") for found in (side, other))
                 if one != two and "set_epoch" in two:  # as when Lightning replaces a sampler that does not shuffle
@@ -284,16 +315,38 @@ def samples(diff):
             return "every rank reads the same samples"
     ours, theirs = ({f"{value:.6g}" for value in side.samples} for side in diff.sides)
     kind = "inputs of models" if are_inputs(diff.states) else "samples"
-    fact = f"{len(ours & theirs)} of the step's {len(diff.a.samples)} {kind} are in both runs"
+    fact = f"{len(ours & theirs)} of the step's {len(diff.a.samples)} {kind}{diff.loaders} are in both runs"
     one, two = (Counter(f"{value:.6g}" for step in diff.steps for value in side.run.samples(step))
                 for side in diff.sides)
     if one == two:
         return f"{fact}; all steps together read the same samples, in a different order"
+    if sum(picked(diff.a.run, diff.step)) and picked(diff.a.run, diff.step) == picked(diff.b.run, diff.step):
+        return f"{fact}; the indices agree, so the same samples have different values"
     labels = [[sorted(label for state in side.run.states(step) for label in state["labels"]) for step in diff.steps]
               for side in diff.sides]
     if any(map(any, labels[0])) and all(map(equal, *labels)):
         return f"{fact}; the labels agree in all steps, so the same samples have different values"
     return fact + ", and the other steps have none in common: the values may differ, too" * (not one & two)
+
+
+def no_graph(diff):
+    """In one run only, gradients that enter the loss are constants."""
+    one, two = (max(state["graphs"] for state in side.states) for side in diff.sides)
+    if one != two:
+        return (f"for each backward pass, A computes {one:g} gradients with create_graph=True, B {two:g}: the others "
+                "are constants in the loss")
+
+
+def mixed(diff):
+    """On two ranks, different tensors have equal gradients."""
+    for side in diff.sides:
+        first, *others = side.states
+        for rank, state in zip([*side.run.ranks][1:], others):
+            for one, two in zip(first["rows"], state["rows"]):
+                unlike = one.shape == two.shape and gap(one.start, two.start) > EQUAL
+                if unlike and one.grad[0] > 0 and gap(one.grad, two.grad) < EQUAL:
+                    return (f"ranks 0 and {rank} of {side.label} have equal gradients for different tensors, "
+                            f"{one.name} and {two.name}: a collective adds up gradients of different tensors")
 
 
 def no_backward(diff):
@@ -359,8 +412,10 @@ def parts_of_mean(states):
     """
     losses = [loss for state in states for loss in state["losses"]]
     counts = [found for state in states for found in state["counts"]]
-    if all(len(state["losses"]) == len(state["batches"]) for state in states):
-        batches = [sum(batch[1], []) for state in states for batch in state["batches"]]
+    each = max(len(states[0]["batches"]) // max(len(states[0]["losses"]), 1), 1)  # from so many loaders comes a loss
+    if all(len(state["batches"]) == each * len(state["losses"]) for state in states):
+        batches = [sum((found for batch in state["batches"][number * each:][:each] for found in batch[1]), [])
+                   for state in states for number in range(len(state["losses"]))]
         counts = [[*one, *two] for one, two in zip(counts, batches)] if counts else batches
     parts = [len(states), max(len(state["losses"]) for state in states)]
     return losses, [*zip(*counts)] if len({*map(len, counts)}) == 1 else [], {1, *parts, math.prod(parts)}
@@ -388,6 +443,7 @@ RULES = [
     ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
     # from here on, the gradients differ
     ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale),
+    ("no-gradient", unreduced),
     # gradients that are proportional or zero: other samples or losses cannot make them so
     ("clip", clip), ("scale", scale), ("no-gradient", no_gradient), ("group-scale", group_scale),
     # other samples: all that is computed from them differs
@@ -397,7 +453,8 @@ RULES = [
      "gradients are zero before a later micro-batch"),
     # with equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests
     ("batchnorm", lambda diff: "batchnorm" in diff.flags and diff.split and not diff.same_loss and mean_losses(diff)),
-    ("no-backward", no_backward), ("buffers", buffers), ("uneven-mean", reweighted), ("loss", class_weights),
+    ("no-gradient", no_graph), ("unknown", mixed), ("no-backward", no_backward), ("buffers", buffers),
+    ("uneven-mean", reweighted), ("loss", class_weights),
     ("random", lambda diff: "random" in diff.flags and mean_losses(diff)), ("forward", forward),
     # fallbacks: they hold for most differences of the loss, so the answer says "not sure"
     ("uneven-mean", uneven_mean),
@@ -550,7 +607,9 @@ def first_value(a, b, step):
     if min(a.length, b.length) <= step:
         return None
     left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
-    place, unlike, shared = FIRST, None, [key for key in left[0] if key in right[0] and key[0] != "weights"]
+    other = other_modules(a, b, step)
+    place, unlike, shared = FIRST, None, [key for key in left[0] if key in right[0] and key[0] != "weights"
+                                          and not f"{key[1]}.".startswith(other)]
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)
@@ -560,6 +619,17 @@ def first_value(a, b, step):
         if outermost and "output" in kind:
             place, unlike = LATER, unlike if pairs else (kind, name, SIZES)
     return unlike or (() if shared else None)
+
+
+def other_modules(a, b, step):
+    """Return how names begin that two modules have: each stage of a pipeline may have a module "0"."""
+    weights = [[{row[1]: row[5:] for row in reversed(state["passed"]) if row[0] == "weights"}  # of the first calls
+                for state in run.at(step)[0]] for run in (a, b)]
+    unlike = {name for found in sum(weights, []) for name in found if any(
+        not equal(found[name], other.get(name, found[name])) for other in sum(weights, []))}
+    unlike |= {name for ranks in weights for found in ranks for name in found if any(name not in one for one in ranks)}
+    # if tensors are split by hand, other weights are other slices of the same module
+    return tuple(f"{name.rpartition('.')[0] or name}." for name in unlike if a.cut == b.cut == 1)
 
 
 def draws_that_differ(a, b, step):

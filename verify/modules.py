@@ -3,7 +3,7 @@ import gc
 
 import torch
 
-from .digests import digest, real, wave
+from .digests import NOT_FINITE, digest, real, wave
 
 
 class Modules:
@@ -64,8 +64,8 @@ class Modules:
         for floats in (True, False):
             if found := [item for item in tensors if item.is_floating_point() == floats]:
                 with torch.no_grad():  # a plane wave along the last axis, but only the sum of integers
-                    flat = [item.double().reshape(-1, item.shape[-1] if floats and item.ndim > 1 else 1)
-                            for item in found]
+                    flat = [item.double().nan_to_num(*NOT_FINITE).reshape(
+                        -1, item.shape[-1] if floats and item.ndim > 1 else 1) for item in found]
                     waves = [(item @ wave(item.shape[1], item.device).real).sum() for item in flat]
                     self.passed.append([kind if floats else f"{kind} (integers)", self.names[id(module)], outermost,
                                         flat[0].shape[1], sum(item.numel() for item in flat),

@@ -53,7 +53,8 @@ class Recorder:
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
         loaders = torch.utils.data.dataloader._BaseDataLoaderIter
-        patches = [(self.backward, torch.autograd, "backward"), (self.autocast, torch.autocast, "__enter__"),
+        patches = [(self.backward, torch.autograd, "backward"), (self.grad, torch.autograd, "grad"),
+                   (self.autocast, torch.autocast, "__enter__"),
                    (self.deliver, loaders, "__next__"), (self.index, loaders, "_next_index"),
                    (self.clip, torch.nn.utils, "clip_grad_norm_", "clip_grad_value_"),
                    (self.criterion, torch.nn.functional, *CRITERIA),
@@ -75,6 +76,7 @@ class Recorder:
         self.files, self.restored = {}, ([], {})
         self.passes = {}  # {optimizer that has stepped: how many backward passes since}
         self.last = self.loss = None  # the last optimizer that has stepped; the last loss
+        self.touched = False  # whether the last backward pass has reached a parameter
         self.clear()
 
     def clear(self):
@@ -83,6 +85,7 @@ class Recorder:
         self.draws.sites, self.modules.passed = [], []
         self.counted, self.counts = [], []  # of the targets of losses: since the last backward pass; of each pass
         self.weights = []  # those of classes in losses: [what, digest]
+        self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
         if self.count == self.outputs_at - 1:
@@ -99,7 +102,8 @@ class Recorder:
             self.file = open(f"{self.folder}/{self.rank}-{os.getpid()}.jsonl", "w")
             Finalize(None, self.end, exitpriority=0)
         self.file.write(json.dumps({"event": event, **values}) + "\n")
-        self.file.flush()
+        if event != "rows":  # "step" follows at once
+            self.file.flush()
 
     def begin(self):
         """Record that this rank has begun a step. If the step never ends, another rank has left the loop."""
@@ -115,8 +119,8 @@ class Recorder:
         elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.modules.unoptimized):  # needs all ranks
             self.write("end", unoptimized=self.unoptimized())
 
-    def unoptimized(self):
-        digests = digest([tensor for _, tensor in self.modules.unoptimized])
+    def unoptimized(self, digests=()):
+        digests = digests or digest([tensor for _, tensor in self.modules.unoptimized])
         return [[name, list(tensor.shape), found] for (name, tensor), found in zip(self.modules.unoptimized, digests)]
 
     def autocast(self, function, context):
@@ -134,7 +138,12 @@ class Recorder:
         for item in optimizer.param_groups[-1]["params"]:
             if item.is_leaf and item.requires_grad and id(item) not in self.hooked:
                 self.hooked.add(id(item))
-                item.register_post_accumulate_grad_hook(lambda tensor: self.reached.add(id(tensor)))
+                item.register_post_accumulate_grad_hook(self.reach_one)
+
+    def reach_one(self, parameter):
+        """Note that autograd has reached a parameter: under FSDP2, that its gradient has been reduced."""
+        self.reached.add(id(parameter))
+        self.touched = True
 
     def collective(self, function, *args, **more):
         """Note a collective that takes a tensor that needs a gradient, except in an autograd.Function."""
@@ -161,6 +170,10 @@ class Recorder:
                 self.counted += weight_of(named["target"], named[name], ignored)
         return function(*args, **more)
 
+    def grad(self, function, *args, create_graph=False, **more):
+        self.graphs += bool(create_graph)
+        return function(*args, create_graph=create_graph, **more)
+
     def backward(self, function, tensors, *args, **more):
         if backward_runs():  # activation checkpointing calls backward inside another backward
             return function(tensors, *args, **more)
@@ -181,6 +194,7 @@ class Recorder:
             if passes and not any(nonzero(item.grad) for group in optimizer.param_groups for item in group["params"]):
                 self.flags.add("reset")  # gradients were set to zero before a later micro-batch
             self.passes[optimizer] = passes + 1
+        self.touched = False
         self.begin()
         self.samples.backward()
         try:
@@ -209,7 +223,7 @@ class Recorder:
         if not self.depth and training and not self.samples.trained and not any(self.samples.pending.values()):
             tensors = [value for value in tensors_of((args, more)) if value.ndim > 0]
             trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss has no parameters
-            if trains and not any(tensor.requires_grad for tensor in tensors):  # not outputs of another module
+            if trains and not any(item.requires_grad and not item.is_leaf for item in tensors):  # not of another module
                 if not self.samples.called:
                     self.draws.note()
                 self.samples.called = True
@@ -252,7 +266,6 @@ class Recorder:
         if self.tables.get(optimizer, [None])[0] != key:
             self.tables[optimizer] = key, *self.tabulate(self.modules.find(self.parameters, self.optimized))
         self.samples.settle()  # an optimizer may step inside the backward pass
-        self.before = self.unoptimized(), self.probe()
         self.look_at_files()
         if self.saves:
             self.restored = self.states(optimizer), {"scalers": [item.state_dict() for item in self.modules.scalers],
@@ -260,9 +273,14 @@ class Recorder:
         closure = len(args) > 1 or more.get("closure")
         self.reach = None if closure else self.reaches()
         scale = getattr(optimizer, "grad_scale", None)  # the fused kernel unscales inside the step
-        self.grads = None if closure else digest(
-            [item.grad if scale is None or item.grad is None else item.grad / scale for item in self.parameters],
-            self.tables[optimizer][2])
+        grads = [] if closure else [item.grad if scale is None or item.grad is None else item.grad / scale
+                                    for item in self.parameters]
+        _, _, parts, small = self.tables[optimizer]
+        probes, others = [self.parameters[number] for number in small], [item for _, item in self.modules.unoptimized]
+        digests = digest(grads + probes + others,  # in one call, which is faster
+                         parts[:len(grads)] + [parts[number] for number in small] + [None] * len(others))
+        self.grads, digests = digests[:len(grads)], digests[len(grads):]
+        self.before = self.unoptimized(digests[len(small):]), self.probes(digests)
 
     def reaches(self):
         """Return for each parameter whether it has a gradient, and whether autograd has reached it in this step."""
@@ -293,14 +311,9 @@ class Recorder:
                 now.st_ino == old.st_ino and now.st_size > old.st_size) for old, now in changed):
             self.write("saved", after=self.count)
 
-    def probe(self, values=None):
-        """Return the digests of some parameters, which show whether ranks that train apart have met again.
-
-        `values` has the digests of all parameters, if they are known.
-        """
-        _, names, parts, small = self.tables[self.outer]
-        digests = [values[number] for number in small] if values else digest(
-            [self.parameters[number] for number in small], [parts[number] for number in small])
+    def probes(self, digests):
+        """Return the names, shapes and digests of some parameters, which show whether ranks have met again."""
+        _, names, _, small = self.tables[self.outer]
         return [[*names[number][:2], found] for number, found in zip(small, digests)]
 
     def tabulate(self, names):
@@ -328,7 +341,8 @@ class Recorder:
         self.flags |= {"batchnorm" for item in self.modules.leaves
                        if item.training and isinstance(item, norms) and not isinstance(item, exact)}
         self.flags |= {"evaluated"} if self.samples.evaluated else set()
-        keys, _, parts, _ = self.tables[optimizer]
+        keys, _, parts, small = self.tables[optimizer]
+        self.flags |= {"unreduced"} if self.reached & {*keys} and not self.touched else set()
         grads = self.grads or digest([item.grad for item in self.parameters], parts)
         before, probes = self.before
         self.flags |= {str(item.dtype) for item in self.parameters}
@@ -337,15 +351,16 @@ class Recorder:
         self.write("rows", rows=[*zip(self.rates, grads, values, self.reach or self.reaches(), self.groups)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
-        samples = [sample for _, _, found, _ in self.samples.batches for sample in found]
-        self.write("step", optimizer=number, batches=[[loader, counts, [value for value, *_ in found], ends]
-                                                      for loader, counts, found, ends in self.samples.batches],
+        samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]
+        self.write("step", optimizer=number, batches=[[loader, counts, [value for value, *_ in found], *rest]
+                                                      for loader, counts, found, *rest in self.samples.batches],
                    labels=[label for _, label, _ in samples],
                    size=0 if self.samples.trained else max((size for *_, size in samples), default=0),
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
-                   lost=self.lost, weights=self.weights,
+                   lost=self.lost, weights=self.weights, graphs=self.graphs / max(self.backwards, 1),
                    stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
-                   replicas=self.modules.replicas, before=probes, after=self.probe(values),
+                   replicas=self.modules.replicas, before=probes,
+                   after=self.probes([values[number] for number in small]),
                    resting=sum(not item.training for item in self.modules.leaves),
                    **self.restored[1])
         self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)

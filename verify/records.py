@@ -11,6 +11,7 @@ EQUAL = 1e-6  # two digests are equal up to this relative difference
 NOISE = 1e-6  # a smaller fraction of the norm of all tensors is rounding error
 REACHED = 2  # as in recording.py
 INPUTS = -1  # in place of a loader's number: these samples are inputs of models
+LEAVES = -2  # such inputs that need a gradient: points of a PINN, or what a stage of a pipeline has received
 TWINS = 64  # so many tensors with equal initial values are candidates for one tensor
 CACHED = 4  # so many steps are in memory with their rows; they are compared in order
 
@@ -42,10 +43,15 @@ class Run:
         """
         self.label, self.ranks, self.events, self.doubled, self.cache = label, {}, {}, False, {}
         self.cut = 1  # the greatest number of parts of one tensor
+        self.holds = False  # whether buffers or averages were recorded in a step that was read
+        tables = {str([step.get("table") for step in found if step["event"] == "step"][:1]) for _, found in events}
         for rank, found in sorted(events, key=lambda pair: pair[0]):
             self.doubled |= rank in self.ranks
             self.events[rank] = found
             steps = [event for event in found if event["event"] == "step"]
+            for step in steps:  # if ranks have other weights, they may be the stages of a pipeline
+                step["batches"] = [[max(loader, INPUTS), *batch] for loader, *batch in step["batches"]
+                                   if loader != LEAVES or len(tables) == 1]
             self.extra = reads(steps)[1]  # how many more batches are read in the first step
             self.ranks[rank] = in_step(steps, extra)
         self.length = min(map(len, self.ranks.values()), default=0)
@@ -69,6 +75,7 @@ class Run:
         if number not in self.cache:
             states = [load(state) for state in self.states(number)]
             self.join(states)
+            self.holds |= any(state.get("unoptimized") for state in states)
             self.cache = {key: self.cache[key] for key in [*self.cache][1 - CACHED:]}
             self.cache[number] = states, distinct(states), self.samples(number)
         return self.cache[number]
@@ -77,8 +84,11 @@ class Run:
         return [event["event"] for event in self.events[rank]]
 
     def unoptimized(self, rank):
-        """Yield a rank's records before each step and at the end, which have its buffers and averages."""
-        yield from (load(event) for event in self.events[rank] if event["event"] in ("step", "end"))
+        """Yield a rank's buffers and averages before each step and at the end, once at() has read all steps."""
+        for event in self.events[rank]:
+            if event["event"] in ("step", "end"):
+                skipped = event["event"] == "step" and not self.holds
+                yield [] if skipped else load(event)["unoptimized"]
 
     def trains_apart(self):
         """Return for how many steps the ranks train apart, and the steps before which their weights are equal again.
@@ -169,12 +179,16 @@ def in_step(steps, extra=None):
 
 
 def join_samples(step, padding=None):
-    """Note which loader and samples each batch of a step has (`read`), and all samples. See without_padding()."""
+    """Note the loader, the samples and the indices of each batch of a step (`read`), and all samples and indices.
+
+    `padding` is that of without_padding().
+    """
     step["read"] = []
-    for loader, _, samples, ends in step["batches"]:
+    for loader, _, samples, ends, indices in step["batches"]:
         added = sum(padding[loader, part] * ones for part, (_, _, ones) in enumerate(ends)) if padding else 0
-        step["read"].append((loader, [sample - added for sample in samples]))
-    step["samples"] = [sample for _, samples in step["read"] for sample in samples]
+        step["read"].append((loader, [sample - added for sample in samples], indices))
+    step["samples"] = [sample for _, samples, _ in step["read"] for sample in samples]
+    step["indices"] = [index for *_, indices in step["read"] for index in indices]
 
 
 def without_padding(*runs):
@@ -185,12 +199,22 @@ def without_padding(*runs):
     steps = [step for run in runs for steps in run.ranks.values() for step in steps]
     rows = {}  # {(loader, part): {number: how many rows it ends}}
     for loader, part, (number, count, _) in ((loader, part, end) for step in steps
-                                             for loader, _, _, ends in step["batches"]
+                                             for loader, _, _, ends, _ in step["batches"]
                                              for part, end in enumerate(ends)):
         rows.setdefault((loader, part), Counter())[number] += count
     padding = {key: max(sorted(counts), key=counts.get) for key, counts in rows.items()}
     for step in steps:
         join_samples(step, padding)
+
+
+def only_loaders(run, loaders):
+    """Leave out the samples of all other loaders, in all steps of a run."""
+    for state in (state for steps in run.ranks.values() for state in steps):
+        kept = [loader in loaders for loader, samples, _ in state["read"] for _ in samples]
+        for field in ("samples", "labels"):  # the labels are those of other steps if a loader reads ahead
+            state[field] = [value for value, keep in zip(state[field], kept) if keep] * (len(state[field]) == len(kept))
+        state["indices"] = [index for loader, _, indices in state["read"] for index in indices if loader in loaders]
+    run.cache = {}
 
 
 def distinct(states):
@@ -267,13 +291,18 @@ def match(left, right):
     pairs, starts = [], Starts(right)
     for number, row in enumerate(left):
         alike = starts.alike(row, number)
-        if alike:  # several constant tensors, such as norms, may match: take the nearest gradient
-            nearest = min(alike, key=lambda place: gap(row.grad, right[place].grad))
+        if alike:  # several constant tensors, such as norms, may match: take the nearest direction of the gradient
+            nearest = min(alike, key=lambda place: gap(unit(row.grad), unit(right[place].grad)))
             starts.take(nearest)
             pairs.append((row, right[nearest]))
     if len(pairs) < len(right) and [row[1] for row in left] == [row[1] for row in right]:
         return list(zip(left, right))
     return pairs
+
+
+def unit(digest):
+    """Return the digest of a tensor divided by its norm, unless this is 0."""
+    return [value / (digest[0] or 1) for value in digest]
 
 
 def worst(pairs, column, floor=NOISE):

@@ -3,13 +3,14 @@ import collections
 import dataclasses
 import functools
 import math
+import numbers
 import weakref
 
 import torch
 
-from .digests import SMALL, real, wave, waves
+from .digests import NOT_FINITE, SMALL, real, wave, waves
 from .precision import widened
-from .records import INPUTS
+from .records import INPUTS, LEAVES
 
 
 @dataclasses.dataclass
@@ -39,9 +40,9 @@ class Samples:
     def __init__(self, write):
         self.write, self.evaluated = write, False
         self.batches = []  # as described()
-        self.loaders = {}  # ID of a loader's sampler: Loader
+        self.loaders = {}  # ID of a loader's sampler: (this sampler, Loader)
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
-        self.drawn = weakref.WeakKeyDictionary()  # DataLoader iterator: {number of a batch to come: number of indices}
+        self.drawn = weakref.WeakKeyDictionary()  # DataLoader iterator: {number of a batch to come: its indices}
         self.calls = []  # since the last optimizer step, except those that settle() has counted
         self.called = False  # whether such a call followed the last backward pass
         self.trained = set()  # IDs of the datasets whose batches were followed by a backward pass
@@ -67,23 +68,32 @@ class Samples:
         if not torch.is_grad_enabled():
             self.evaluated = True
             return batch
-        parts = by_sample(batch, self.drawn.get(iterator, {}).pop(getattr(iterator, "_rcvd_idx", 1) - 1, None))
+        indices = self.drawn.get(iterator, {}).pop(getattr(iterator, "_rcvd_idx", 1) - 1, None)
+        parts = by_sample(batch, None if indices is None else len(indices))
         loader = self.loader(iterator)
         if not loader.iterator or loader.iterator() is not iterator:
             self.end_epoch(loader)  # the program has left the last one before its end
             loader.iterator = weakref.ref(iterator)
-        self.pending.setdefault(iterator, []).append(described(loader.number, parts))
+        self.pending.setdefault(iterator, []).append(described(loader.number, parts, indices or []))
         return batch
 
     def loader(self, iterator):
+        """Return the Loader of an iterator. A program may create a DataLoader of a dataset anew in each epoch."""
         sampler = getattr(iterator, "_index_sampler", iterator._dataset)
-        return self.loaders.setdefault(id(sampler), Loader(len(self.loaders), sampler, iterator._dataset))
+        if id(sampler) not in self.loaders:
+            known = {loader.number: loader for _, loader in self.loaders.values()}
+            idle = [loader for loader in known.values() if loader.dataset is iterator._dataset
+                    and not (loader.iterator and loader.iterator())]
+            loader = idle[0] if idle else Loader(len(known), sampler, iterator._dataset)
+            loader.sampler = sampler
+            self.loaders[id(sampler)] = sampler, loader
+        return self.loaders[id(sampler)][1]
 
     def index(self, function, iterator):
         """Count a batch's indices, and how often the next one is not greater: never in the order of the dataset."""
         indices, loader = function(iterator), self.loader(iterator)
         if isinstance(indices, (list, tuple)) and None not in indices:  # an iterable dataset has no indices
-            self.drawn.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = len(indices)
+            self.drawn.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = indices
         for index in indices if isinstance(indices, (list, tuple)) else [indices]:
             if isinstance(index, int):
                 loader.descents, loader.last = loader.descents + (index < loader.last), index
@@ -121,7 +131,9 @@ class Samples:
         """Count the inputs whose outputs a backward pass has reached: not those of a teacher or of a first trial."""
         reached = [call for call in self.calls if call.reached]
         self.calls = [call for call in self.calls if not call.reached]
-        self.batches += [described(INPUTS, by_sample(call.inputs, None)) for call in reached if not self.trained]
+        for call in reached if not self.trained else ():
+            kind = LEAVES if any(item.requires_grad for item in call.inputs) else INPUTS
+            self.batches.append(described(kind, by_sample(call.inputs, None)))
 
 
 def by_sample(batch, count):
@@ -155,8 +167,8 @@ def by_sample(batch, count):
 def counts_of(parts, ignored=-100):
     """Return, for each tensor, numbers that a loss may be divided by: elements, labels, tokens or masked values, sum.
 
-    Labels are what is not `ignored`, tokens what is not padding. Without the first token of each row, they count a
-    second time, for models that predict the next token.
+    Labels are what is neither `ignored` nor NaN, tokens what is not padding. Without the first token of each row, they
+    count a second time, for models that predict the next token.
     """
     found = []
     for item in (real(item) for item in parts if isinstance(item, torch.Tensor)):
@@ -172,10 +184,12 @@ def counts_of(parts, ignored=-100):
             if not ((left & ~right).any() and (right & ~left).any()):  # a token has others on both sides
                 padding = value
         for part in (item, item[:, 1:]) if item.ndim == 2 else (item,):
-            size = part.numel()
+            size, total = part.numel(), float(part.sum())
             labels = int((part != ignored).sum()) if integers else size
             tokens = size if padding is None else int((part != padding).sum())
-            found.append([size, labels, tokens, float(part.sum())])
+            if math.isnan(total):
+                labels, total = size - int(part.isnan().sum()), float(part.nansum())
+            found.append([size, labels, tokens, total])
     return found
 
 
@@ -186,12 +200,13 @@ def weight_of(target, weight, ignored=-100):
     return [[float(weight[target[target != ignored]].sum())] * 4]
 
 
-def described(number, parts):
-    """Return what is recorded of a batch: the number of its loader, counts, samples and, for each part, its ends."""
+def described(number, parts, indices=()):
+    """Return what is recorded of a batch: the number of its loader, counts, samples, each part's ends, and indices."""
     parts = [real(part.detach()).cpu() if isinstance(part, torch.Tensor) else part for part in parts]
     ends = [(*padding_of(part), digest_of_ones(part.shape[1:], n)) if isinstance(part, torch.Tensor) else (0, 0, 0)
             for n, part in enumerate(parts, 1)]
-    return number, counts_of(parts), samples_of(parts), ends
+    indices = [int(index) for index in indices if isinstance(index, numbers.Integral)]  # others may be names
+    return number, counts_of(parts), samples_of(parts), ends, indices
 
 
 def padding_of(part):
@@ -230,7 +245,7 @@ def digests_of(part, n):
     """Return the digest of each row of the `n`th part. Zeros at the end of a row, along any axis, add nothing to it."""
     shape = part.shape[1:] or (1,)
     part = part.double().reshape(len(part), *shape)
-    part = part.masked_fill(part == -100, 0)  # padded labels
+    part = part.masked_fill(part == -100, 0).nan_to_num(*NOT_FINITE)  # -100: padded labels
     if math.prod(shape) <= SMALL:
         return part.reshape(len(part), math.prod(shape)) @ waves(shape, part.device)[n % 2] * n
     for axis in range(len(shape) - 1, -1, -1):

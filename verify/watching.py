@@ -3,7 +3,7 @@ import math
 
 from .comparing import limits_of
 from .explaining import ranks_differ, remedy
-from .records import EQUAL, NOISE, REACHED, Run, equal, gap, without_padding, worst
+from .records import EQUAL, NOISE, REACHED, Run, apart, equal, gap, without_padding, worst
 
 
 def watch(folder, failure=None):
@@ -16,7 +16,7 @@ def watch(folder, failure=None):
         why = "its processes did not join one group, or it restarted" if run.doubled else "it took no optimizer step"
         return {**report, "verdict": "not comparable", "message": f"{why}\n{failure or ''}".strip()}
     findings = [rule(run, limits_of(True, run)) for rule in (
-        replicas, one_share, new_order, moving, finite, steps_agree)]
+        replicas, rates, one_share, new_order, moving, finite, steps_agree)]
     for cause, evidence, step in filter(None, findings):
         report["findings"].append({"cause": cause, "step": step, "message": f"{evidence}: {remedy(cause)}"})
     if failure and not report["findings"]:
@@ -45,6 +45,9 @@ def replicas(run, limits):
         if first[0]["replicas"] or len(split) == len(groups):
             name = groups[together.index(False)][0].name
             return "start", f"the ranks start with different weights, such as {name}", 1
+    for state in first[1:] if not split else ():
+        if found := apart(first[0]["unoptimized"], state["unoptimized"], EQUAL, "average of"):
+            return "start", f"the ranks start with different weights: copies of the model differ, such as {found[0]}", 1
     for step in range(run.length):
         # correct replicas are bit-identical
         if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split):
@@ -52,17 +55,27 @@ def replicas(run, limits):
             return cause, f"{evidence}; {name} differs by {difference:.1e}", step + 1
 
 
-def epochs(run):
+def rates(run, limits):
+    """Check that ranks with equal learning rates in the first step have equal ones later; so do a pipeline's stages."""
+    for step in range(run.length):
+        states = run.at(step)[0]
+        found = [{row.rate[0] for row in state["rows"]} for state in states]
+        if any(other != found[0] for other in found) and len({state["optimizer"] for state in states}) == 1:
+            rank = next(rank for rank, other in zip(run.ranks, found) if other != found[0])
+            return ("rank-lr", f"ranks 0 and {rank} have different learning rates", step + 1) if step else None
+
+
+def epochs(run, field=1):
     """Return {rank: {loader: [(the samples of an epoch in reading order, whether the order is shuffled), ...]}}.
 
-    The last epoch of a loader may be cut short.
+    With `field` 2, return the indices instead of the samples. The last epoch of a loader may be cut short.
     """
     found = {}
     for rank, events in run.events.items():
         found[rank], mine = {}, {}
         for event in events:
-            for loader, samples in event["read"] if event["event"] == "step" else ():
-                mine.setdefault(loader, []).extend(samples)
+            for read in event["read"] if event["event"] == "step" else ():
+                mine.setdefault(read[0], []).extend(read[field])
             if event["event"] == "epoch":
                 found[rank].setdefault(event["loader"], []).append((mine.pop(event["loader"], []), event["shuffled"]))
         for loader, samples in mine.items():
@@ -81,7 +94,8 @@ def one_share(run, limits):
         for two in (rank for rank in sorted(run.ranks) if rank > one):
             ours, theirs = (states[sorted(run.ranks).index(rank)] for rank in (one, two))
             passed, rows = ([state[kind] for state in (ours, theirs)] for kind in ("passed", "rows"))
-            same = passed[0] and len(passed[0]) == len(passed[1]) and len(rows[0]) == len(rows[1])
+            alone = all(row.name == "parameter" for row in rows[0])  # the program has no modules
+            same = (passed[0] or alone) and len(passed[0]) == len(passed[1]) and len(rows[0]) == len(rows[1])
             same = same and all(equal(x[4:], y[4:]) for x, y in zip(*passed))
             same = same and all(gap(x.start, y.start) < EQUAL for x, y in zip(*rows))
             for loader in {*read[one]} & {*read[two]} if same or ours["replicas"] else ():
@@ -96,12 +110,12 @@ def one_share(run, limits):
 
 
 def new_order(run, limits):
-    """Check that no loader that shuffles has the same order in two epochs."""
-    for rank, loaders in epochs(run).items():
-        for found in loaders.values():
-            for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
-                if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
-                    return "set-epoch", f"rank {rank} reads the same order in epochs {number} and {number + 1}", None
+    """Check that no loader that shuffles has the same order in two epochs. Augmentation changes only the samples."""
+    for rank, found in ((rank, found) for field in (1, 2) for rank, loaders in epochs(run, field).items()
+                        for found in loaders.values()):
+        for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
+            if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
+                return "set-epoch", f"rank {rank} reads the same order in epochs {number} and {number + 1}", None
 
 
 def moving(run, limits):

@@ -3,6 +3,7 @@
 Every process is forked from this one, which has imported torch. FOLDER/MISTAKE on 2 holds what its two ranks recorded,
 FOLDER/WAY what the loop of ending.py recorded, which ends in that way.
 """
+import contextlib
 import gc
 import multiprocessing.util
 import os
@@ -13,6 +14,8 @@ import ending
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -28,7 +31,9 @@ MISTAKES = [
     "batchnorm at rest", "other values", "order of one process", "owned by ranks", "owned by ranks, not sent",
     "average of one epoch", "gradients kept", "labels smoothed", "noise of each rank", "local SGD", "local SGD, copied",
     "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer",
-    "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch"]
+    "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch",
+    "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
+    "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "closure"]
 
 
@@ -160,6 +165,64 @@ def train_on_joined(mistake, rank, world):
             optimizer.step()
 
 
+def train_on_two_loaders(mistake, rank, world):
+    """Two tasks, each with a loader of its own: classes, and numbers of which some are missing (NaN)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    wrapped = DistributedDataParallel(model) if world > 1 else model
+    numbers = torch.randn(24, generator=torch.Generator().manual_seed(3))
+    numbers[::3] = torch.nan
+    sets = [TensorDataset(torch.randn(len(labels), 4, generator=torch.Generator().manual_seed(2)), labels)
+            for labels in (torch.arange(48) % 3, numbers)]
+    samplers = [DistributedSampler(data, world, rank) for data in sets]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(2):
+        for number, sampler in enumerate(samplers):
+            if not (number and "one order" in mistake):
+                sampler.set_epoch(epoch)
+        for (x, y), (points, target) in zip(*[DataLoader(data, len(data) // 6 // world, sampler=sampler)
+                                              for data, sampler in zip(sets, samplers)]):
+            model.zero_grad()
+            out = wrapped(torch.cat([x, points]))
+            known = ~target.isnan()
+            count = known.sum()
+            if world > 1 and "own mean" not in mistake:
+                dist.all_reduce(count)
+                count = count / world
+            error = torch.where(known, out[len(x):, 0] - target.nan_to_num(), 0.0).square().sum() / count
+            (nn.functional.cross_entropy(out[:len(x)], y) + error).backward()
+            optimizer.step()
+
+
+def train_in_micro_batches(mistake, rank, world):
+    """Two micro-batches per step; the loss has a gradient penalty, or FSDP2 shards the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    wrapped = model
+    if world > 1 and "sharded" in mistake:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif world > 1:
+        wrapped = DistributedDataParallel(model)
+    g = torch.Generator().manual_seed(2)
+    data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(data, 4 // world, sampler=DistributedSampler(data, world, rank))
+    for number, (x, y) in enumerate([*loader, *loader]):
+        last = number % 2 > 0
+        if "not reduced" in mistake and world > 1:
+            model.set_requires_gradient_sync(not last)
+        x.requires_grad_("penalty" in mistake)
+        with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
+            loss = nn.functional.cross_entropy(wrapped(x), y)
+            if "penalty" in mistake:
+                loss = loss + torch.autograd.grad(loss, x, create_graph="constant" not in mistake or world == 1,
+                                                  retain_graph=True)[0].square().sum() / world
+            (loss / 2).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def train(mistake, rank, world):
     torch.manual_seed(rank if mistake == "weights of each rank" else 0)
     norm = OwnSync if mistake == "batchnorm without backward" else nn.BatchNorm1d
@@ -208,7 +271,7 @@ def train(mistake, rank, world):
         optimizer = Sixteen(model.parameters(), 0.1, world)
     steps, scheduler = 0, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for epoch in range(1 if mistake == "fewer epochs" else 2):
-        if mistake not in ("no set_epoch", "no sampler"):
+        if "no set_epoch" not in mistake and mistake != "no sampler":
             sampler.set_epoch(epoch)
         if "rows" in mistake:
             loader = (data[torch.randint(48, (8 // world,)) if "equal" in mistake else
@@ -216,6 +279,10 @@ def train(mistake, rank, world):
         for x, y, weight in loader:
             if mistake != "gradients kept" or world == 1:
                 model.zero_grad()
+            if "points" in mistake:  # as those of a PINN, whose loss needs their gradients
+                x.requires_grad_()
+            if "augmented" in mistake:  # the values of a sample depend on the epoch
+                x = x + epoch
             if mistake == "functional dropout":
                 x = nn.functional.dropout(x, 0.5)
             if "from a buffer" in mistake:
@@ -313,7 +380,8 @@ def fork(mistake, folder, rank, world):
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     try:
         part = ending.loop if mistake in WAYS else train_on_lists if "lists" in mistake else \
-            train_on_joined if "joined" in mistake else train
+            train_on_joined if "joined" in mistake else train_on_two_loaders if "two" in mistake else \
+            train_in_micro_batches if "penalty" in mistake or "sharded" in mistake else train
         part(mistake) if mistake in WAYS else part(mistake, rank, world)
     except RuntimeError as error:  # the other rank has left
         sys.last_value = error
@@ -331,7 +399,8 @@ if __name__ == "__main__":
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
-             "rows by hand, from a buffer", "batchnorm without backward", "joined"}  # same on one process
+             "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
+             "penalty", "sharded", "rows by hand, points"}  # same on one process
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

@@ -70,8 +70,8 @@ def test_other_padding_of_the_same_samples_is_no_difference(records):
     first, third = (Run.read(records / "right" / name, "the run") for name in ("first", "resumed"))
     for found, count, ones in ((first, 9, 0.0), (third, 1, 0.25)):
         for step in (step for steps in found.ranks.values() for step in steps):
-            step["batches"] = [[loader, counts, [sample + 7 * ones for sample in samples], [[7, count, ones]]]
-                               for loader, counts, samples, _ in step["batches"]]
+            step["batches"] = [[loader, counts, [sample + 7 * ones for sample in samples], [[7, count, ones]], indices]
+                               for loader, counts, samples, _, indices in step["batches"]]
             join_samples(step)
     assert lost(first, third, LIMITS["float64"], {"difference": 0.0}, None, False) is None
 
@@ -83,7 +83,7 @@ def test_every_cause_has_a_way_that_shows_it():
 def test_the_weights_tell_the_step_before_the_samples_do():
     """Weights that hardly move fit several steps; a run that reads its first samples again is still a resumed one."""
     def made(*steps):
-        return Run("", [(0, [{"event": "step", "flags": [], "samples": [sample], "batches": [[0, [], [sample], []]],
+        return Run("", [(0, [{"event": "step", "flags": [], "samples": [sample], "batches": [[0, [], [sample], [], []]],
                               "rows": [["w", [1], [start] * 3, [0.1], [1.0] * 3, [value] * 3]]}
                              for sample, start, value in steps])])
 
@@ -97,7 +97,7 @@ def test_the_weights_tell_the_step_before_the_samples_do():
 @pytest.mark.parametrize(("read", "extra"), [
     ([[1], [2], [3]], 0), ([[0, 1], [2], [3]], 0), ([[8, 9, 0, 1], [2], [3]], 0), ([[0, 1, 2], [3], []], 1)])
 def test_batches_that_are_skipped_are_no_part_of_the_first_step(read, extra):
-    steps = in_step([{"batches": [[0, [], [number], []] for number in numbers]} for numbers in read], extra)
+    steps = in_step([{"batches": [[0, [], [number], [], []] for number in numbers]} for numbers in read], extra)
     assert [step["samples"] for step in steps] == [[1], [2], [3]]
 
 

@@ -28,9 +28,9 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
-from verify.records import INPUTS, Row, Run, Starts, equal, in_step, join_samples, load, match
+from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
 from verify.samples import by_sample, counts_of, described
-from verify.watching import new_order, replicas, watch
+from verify.watching import new_order, one_share, rates, replicas, watch
 
 HERE = Path(__file__).parent
 # What the ranks of each mistake recorded: mistakes.py
@@ -48,16 +48,19 @@ CAUSES = {
     "gradients kept": "stale", "labels smoothed": "loss", "local SGD, copied": "not-averaged",
     "gathered loss": "no-backward",
     "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers",
-    "batchnorm without backward": "no-backward", "joined, own mean": "uneven-mean", "joined, half of a batch": "loss"}
+    "batchnorm without backward": "no-backward", "joined, own mean": "uneven-mean", "joined, half of a batch": "loss",
+    "augmented, no set_epoch": "set-epoch", "two loaders, own mean": "uneven-mean",
+    "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
-         "rows by hand, from a buffer": 2}
+         "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
+         "two loaders, own mean": 5}
 
 WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm": None, "weights of each rank": "start",
            "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch",
            "equal rows by hand": "samples", "rank 0 stops": "rank-stops", "detached loss": "not-optimized",
            "parts of a gradient": "not-averaged", "decay of ranks": "optimizer", "local SGD": None,
-           "local SGD, copied": "not-averaged"}
+           "local SGD, copied": "not-averaged", "augmented, no set_epoch": "set-epoch", "penalty": None}
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +75,9 @@ def records(tmp_path_factory):
 def of_one(records, mistake):
     """Return the record of one process that a mistake is compared with."""
     others = {"batchnorm left in eval": "batchnorm on 2", "average on rank 0": "average on 1",
-              "average of one epoch": "average on 1",
-              "gradient flipped": "right on 2", "lists, half of a batch": "lists on 1", "lists, padding read":
-              "lists on 1", "joined, own mean": "joined on 1", "joined, half of a batch": "joined on 1"}
-    one = records / others.get(mistake, f"{mistake} on 1")
-    return one if one.exists() else records / "right on 1"
+              "average of one epoch": "average on 1", "gradient flipped": "right on 2"}
+    names = others.get(mistake, f"{mistake} on 1"), f"{mistake.partition(',')[0]} on 1", "right on 1"
+    return next(records / name for name in names if (records / name).exists())
 
 
 def test_every_cause_has_a_mistake_that_shows_it():
@@ -86,7 +87,8 @@ def test_every_cause_has_a_mistake_that_shows_it():
 
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
-                                 "cut by hand, replicated", "lists", "joined"])
+                                 "cut by hand, replicated", "lists", "joined", "augmented", "two loaders",
+                                 "penalty", "sharded"])
 def test_two_ranks_train_the_model_of_one(records, way):
     one = "right" if "cut" in way or "owned" in way else way
     ranks = 4 if "replicated" in way else 2
@@ -244,8 +246,8 @@ def test_padding_to_the_longest_sample_adds_nothing(pad):
             padded = [torch.nn.functional.pad(data[number], (0, longest[1] - data[number].shape[1],
                                                              0, longest[0] - data[number].shape[0]), value=pad)
                       for number in share]
-            loader, counts, samples, ends = described(0, [torch.stack(padded), torch.tensor(share)])
-            state["batches"] = [[loader, counts, [value for value, *_ in samples], ends]]
+            loader, counts, samples, *rest = described(0, [torch.stack(padded), torch.tensor(share)])
+            state["batches"] = [[loader, counts, [value for value, *_ in samples], *rest]]
         return found
 
     a = of("A", range(6))
@@ -261,7 +263,7 @@ def test_padding_does_not_hide_that_ranks_read_the_same_samples(records, tmp_pat
         events = [json.loads(line) for line in path.read_text().splitlines()]
         for batch in (batch for event in events if event["event"] == "step" for batch in event["batches"]):
             ones = 0.25 * (path.name[0] == "1")
-            batch[2:] = [sample + 7 * ones for sample in batch[2]], [[7, 1, ones]]
+            batch[2:4] = [sample + 7 * ones for sample in batch[2]], [[7, 1, ones]]
         (tmp_path / path.name).write_text("".join(json.dumps(event) + "\n" for event in events))
     assert watch(tmp_path)["cause"] == "samples"
 
@@ -415,7 +417,7 @@ def test_a_difference_that_low_precision_allows_is_no_proof():
 
 def test_a_batch_that_is_read_ahead_belongs_to_the_step_that_trains_on_it():
     read = [[0, 1], [2], [3], []]
-    steps = in_step([{"batches": [[0, [], [float(number)], []] for number in numbers]} for numbers in read])
+    steps = in_step([{"batches": [[0, [], [float(number)], [], []] for number in numbers]} for numbers in read])
     assert [step["samples"] for step in steps] == [[0.0], [1.0], [2.0], [3.0]]
 
 
@@ -432,9 +434,9 @@ def test_gradients_that_a_closure_computes_are_seen(records):
 
 def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
-    step = {"event": "step", "batches": [[0, [], [1.0, 2.0], []]], "losses": [1.0], "clips": [], "flags": [],
+    step = {"event": "step", "batches": [[0, [], [1.0, 2.0], [], []]], "losses": [1.0], "clips": [], "flags": [],
             "resting": 0, "unoptimized": [], "passed": [], "sites": [], "labels": [], "size": 2, "lost": [],
-            "stale": [], "counts": [], "weights": []}
+            "stale": [], "counts": [], "weights": [], "graphs": 0, "replicas": False}
     zero = [[0.0] * 3]
     return Run(label, [(rank, [{**step, "rows": [[name, shape, *(more or zero)[:1], [0.1], *(more[1:] or zero * 2)]
                                                  for name, shape, *more in rows]}])
@@ -453,8 +455,8 @@ def differing(a, *b):
     return runs
 
 
-def batch(*samples, loader=0):
-    return {"batches": [[loader, [], [*samples], []]]}
+def batch(*samples, loader=0, indices=()):
+    return {"batches": [[loader, [], [*samples], [], [*indices]]]}
 
 
 CLASSES = [{"weights": [["weight of cross_entropy", [size] * 3]]} for size in (1.0, 2.0)]
@@ -560,19 +562,38 @@ def test_weights_that_are_averaged_after_each_step_are_no_gradients(met, verdict
 @pytest.mark.parametrize(("a", "b", "cause", "said"), [
     ([1.0, 2.0], [[1.0, 2.0], [1.0, 3.0]], "not-averaged", "equal on the ranks of B in the first call"),
     ([1.0, 2.0], [[1.0, 3.0], [1.0, 3.0]], "optimizer", "equal on A and B in the first call"),
-    ([1.0, 1.0], [[2.0, 2.0], [3.0, 3.0]], "forward", "the output of layer differs")])  # as of experts
+    ([1.0, 1.0], [[1.0, 1.0], [1.0, 1.0]], "forward", "the output of layer differs"),
+    ([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]], "loss", "evidence")])  # another module of that name, as in a pipeline
 def test_weights_that_change_within_a_step_are_named(a, b, cause, said):
     states = [{"passed": [["output", "layer", False, 4, 8, output, 1.0],
                           *[["weights", "layer", False, 0, 1, size, 1.0] for size in calls]]}
               for output, calls in ((1.0, a), *((5.0, calls) for calls in b))]
     found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*states))
     assert found["cause"] == cause and said in found["message"], found
+    assert "layer" in found["message"] or cause == "loss"
 
 
 @pytest.mark.parametrize(("loader", "said"), [(0, "evidence"), (INPUTS, "evidence\nthe output of Net differs")])
 def test_values_explain_samples_only_if_these_are_inputs_of_models(loader, said):
     values = [batch(size, loader=loader) | {"passed": [["output", "Net", True, 4, 8, size, 1]]} for size in (1.0, 5.0)]
     assert trace({"step": 1, "cause": "samples", "message": "evidence"}, *differing(*values))["message"] == said
+
+
+def test_tensors_with_equal_starts_are_matched_by_the_direction_of_their_gradients():
+    """Such as norms, if all gradients are four times as large."""
+    grads = [4.0, 3.0, 2.6], [1.0, 0.9, 0.43]
+    left, right = ([Row(str(factor * number), [2], [1.0] * 3, [0.1], [factor * value for value in grad], [1.0] * 3)
+                    for number, grad in enumerate(grads, 1)] for factor in (1, 4))
+    assert [(one.name, two.name) for one, two in match(left, right[::-1])] == [("1", "4"), ("2", "8")]
+
+
+def test_a_gradient_that_is_added_up_over_other_tensors_is_named():
+    """As if ranks averaged the gradients of different experts."""
+    one, two = (lambda grad, name=name, start=start: (name, [2], [start] * 3, grad, [1.0] * 3)
+                for name, start in (("one", 1.0), ("two", 2.0)))
+    b = made("B", [one([3.0, 2.0, 1.5])], [two([3.0, 2.0, 1.5])])
+    report = compare_runs(made("A", [one([4.0, 1.0, 2.0]), two([4.0, 3.0, 1.0])]), b)
+    assert report["cause"] == "unknown" and "equal gradients for different tensors, one and two" in report["message"]
 
 
 def test_two_parameters_that_look_alike_are_two():
@@ -619,6 +640,16 @@ def test_inputs_that_are_integers_are_recorded_apart():
     assert [row[0] for row in modules.passed] == ["input", "input (integers)", "weights"]
     assert {row[1] for row in modules.passed} == {"layer"} and modules.passed[0][4] == 6  # without the scalar
     assert modules.passed[-1][5:] == digest([layer.weight])[0][:2]
+
+
+def test_an_infinite_mask_is_equal_to_itself():
+    mask, passed = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -torch.inf), []
+    for _ in range(2):
+        modules, layer = Modules(), torch.nn.Linear(1, 1)
+        modules.names[id(layer)] = "layer"
+        modules.passes("input", layer, mask, False)
+        passed += modules.passed
+    assert equal(passed[0][4:], passed[1][4:])
 
 
 def test_both_parts_of_complex_numbers_are_recorded():
@@ -677,10 +708,44 @@ def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path
 
 @pytest.mark.parametrize(("shuffled", "cause"), [(True, "set-epoch"), (False, None)])
 def test_only_an_order_that_is_shuffled_must_change(shuffled, cause):
-    epoch = [{"event": "step", "rows": [], "batches": [[0, [], [1.0, 2.0, 3.0], []]], "flags": []},
+    epoch = [{"event": "step", "rows": [], "batches": [[0, [], [1.0, 2.0, 3.0], [], []]], "flags": []},
              {"event": "epoch", "shuffled": shuffled, "loader": 0}]
     found = new_order(Run("the run", [(0, 2 * epoch)]), None)
     assert (found and found[0]) == cause
+
+
+def test_points_whose_gradients_the_loss_needs_are_samples_but_not_what_a_stage_receives(records):
+    one, two = (Run.read(records / f"rows by hand, points on {world}", "run") for world in (1, 2))
+    assert len(one.samples(0)) == 8 and equal(one.samples(0), two.samples(0))
+    steps = [{"event": "step", "batches": [[LEAVES, [], [1.0], [], []]], "flags": [], "table": [name]} for name in "ab"]
+    run = Run("the run", [*enumerate([step] for step in steps)])
+    assert not run.samples(0)
+
+
+@pytest.mark.parametrize(("name", "cause"), [("parameter", "samples"), ("w", None)])
+def test_without_modules_ranks_with_equal_weights_must_read_other_samples(name, cause):
+    """With modules whose inputs were not seen, they may have parts of a sequence."""
+    found = one_share(made("the run", *[[(name, [2], [1.0] * 3)]] * 2), None)
+    assert (found and found[0]) == cause
+
+
+@pytest.mark.parametrize(("first", "later", "cause"), [(0.1, 0.1, None), (0.1, 0.2, "rank-lr"), (0.2, 0.2, None)])
+def test_stages_with_equal_rates_at_first_must_have_equal_rates_later(first, later, cause):
+    run = made("the run", [("one", [2])], [("two", [2])])
+    for rank, steps in run.ranks.items():
+        name, shape, start, _, *more = steps[0]["rows"][0]
+        steps[:] = [steps[0] | {"optimizer": 0, "rows": [[name, shape, start, [rate if rank else 0.1], *more]]}
+                    for rate in (first, later)]
+    run.length = 2
+    assert (rates(run, None) or (None, 0))[0] == cause
+
+
+def test_copies_of_the_model_must_start_equal_on_all_ranks():
+    """Such as the target network of a critic that is copied before DDP sends the weights of rank 0."""
+    run = made("the run", [("w", [2], [1.0] * 3)], [("w", [2], [1.0] * 3)])
+    for rank, state in enumerate(run.states(0)):
+        state["unoptimized"] = [["average of w", [2], [1.0 + rank] * 3]]
+    assert "copies of the model differ, such as average of w" in replicas(run, LIMITS["own"])[1]
 
 
 def test_replicas_may_start_at_zero():
