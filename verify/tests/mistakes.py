@@ -33,7 +33,8 @@ MISTAKES = [
     "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer",
     "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch",
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
-    "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced"]
+    "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
+    "owned by ranks, scheduler on rank 0"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "closure"]
 
 
@@ -86,6 +87,14 @@ class OwnSync(nn.BatchNorm1d):
             dist.all_reduce(sums)
         mean = sums[0] / sums[2]
         return (x - mean) / (sums[1] / sums[2] - mean.square() + self.eps).sqrt() * self.weight + self.bias
+
+
+class Augmented(TensorDataset):
+    """The values of a sample depend on the epoch."""
+
+    def __getitem__(self, index):
+        x, *others = super().__getitem__(index)
+        return x + self.epoch, *others
 
 
 class Padded(nn.Module):
@@ -240,14 +249,16 @@ def train(mistake, rank, world):
     alone = world == 1 or "local" in mistake or "owned" in mistake or mistake in (
         "weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks", "parts of a gradient")
     wrapped = model if alone else DistributedDataParallel(model)
+    sent = "owned" in mistake and "not sent" not in mistake
     average = torch.optim.swa_utils.AveragedModel(model) if "average" in mistake else None
     if "buffer" in mistake:
         model.register_buffer("seen", torch.zeros(4))
     if mistake == "right":
         gc.freeze()  # a program may do this to start its workers faster: verify finds the model all the same
     g = torch.Generator().manual_seed(2)
-    data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
-                         torch.arange(48).remainder(5).add(1).double())
+    kind = Augmented if "augmented" in mistake else TensorDataset
+    data = kind(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
+                torch.arange(48).remainder(5).add(1).double())
     if mistake == "other values" and world > 1:
         data.tensors[0].mul_(2)
     if "rows" in mistake:
@@ -273,6 +284,7 @@ def train(mistake, rank, world):
     for epoch in range(1 if mistake == "fewer epochs" else 2):
         if "no set_epoch" not in mistake and mistake != "no sampler":
             sampler.set_epoch(epoch)
+        data.epoch = epoch
         if "rows" in mistake:
             loader = (data[torch.randint(48, (8 // world,)) if "equal" in mistake else
                            torch.randint(48, (8,))[rank::world]] for _ in range(6))
@@ -281,8 +293,6 @@ def train(mistake, rank, world):
                 model.zero_grad()
             if "points" in mistake:  # as those of a PINN, whose loss needs their gradients
                 x.requires_grad_()
-            if "augmented" in mistake:  # the values of a sample depend on the epoch
-                x = x + epoch
             if mistake == "functional dropout":
                 x = nn.functional.dropout(x, 0.5)
             if "from a buffer" in mistake:
@@ -349,7 +359,7 @@ def train(mistake, rank, world):
                     else:
                         dist.all_reduce(parameter.data)
                         parameter.data /= world
-            for number, parameter in enumerate(model.parameters() if mistake == "owned by ranks" else ()):
+            for number, parameter in enumerate(model.parameters() if sent else ()):
                 dist.broadcast(parameter.data, number % world)
             late = mistake == "average of one epoch" and world > 1 and epoch
             if average and not late and (mistake != "average on rank 0" or rank == 0):
@@ -358,7 +368,7 @@ def train(mistake, rank, world):
                 model.seen += x.sum(0)
             if mistake == "decay of ranks":
                 model[0].weight.data *= 1 - 0.1 * rank
-        if mistake != "scheduler on rank 0" or rank == 0:
+        if "scheduler on rank 0" not in mistake or rank == 0:
             scheduler.step()
         if mistake == "batchnorm left in eval" and rank == 0 and world > 1:
             model.eval()

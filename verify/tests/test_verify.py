@@ -60,7 +60,8 @@ WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm"
            "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch",
            "equal rows by hand": "samples", "rank 0 stops": "rank-stops", "detached loss": "not-optimized",
            "parts of a gradient": "not-averaged", "decay of ranks": "optimizer", "local SGD": None,
-           "local SGD, copied": "not-averaged", "augmented, no set_epoch": "set-epoch", "penalty": None}
+           "local SGD, copied": "not-averaged", "augmented, no set_epoch": "set-epoch", "penalty": None,
+           "owned by ranks, scheduler on rank 0": "rank-lr"}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,8 @@ def test_ranks_that_differ_alike_in_two_runs_of_a_command_are_reproducible(recor
 
 
 @pytest.mark.parametrize(("mistake", "said"), [
-    ("other values", "the same samples have different values"), ("order of one process", "B shuffles"),
+    ("other values", "the indices agree, so the same samples have different values"),
+    ("order of one process", "B shuffles"),
     ("no sampler", "every rank reads the same samples"), ("equal rows by hand", "every rank reads the same samples")])
 def test_the_answer_says_how_samples_differ(records, mistake, said):
     """The samples of a loop without a loader, such as the rows by hand, are the inputs of the model."""
@@ -643,7 +645,7 @@ def test_inputs_that_are_integers_are_recorded_apart():
 
 
 def test_an_infinite_mask_is_equal_to_itself():
-    mask, passed = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -torch.inf), []
+    mask, passed = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, -torch.inf), []
     for _ in range(2):
         modules, layer = Modules(), torch.nn.Linear(1, 1)
         modules.names[id(layer)] = "layer"
