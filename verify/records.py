@@ -289,12 +289,13 @@ def match(left, right):
     if len(named) == len(left) == len(right) and {str(row[:2]) for row in left} == set(named):
         return [(row, named[str(row[:2])]) for row in left]
     pairs, starts = [], Starts(right)
-    for number, row in enumerate(left):
+    for number, row in sorted(enumerate(left), key=lambda pair: -pair[1].grad[0]):  # gradients that are noise come last
         alike = starts.alike(row, number)
         if alike:  # several constant tensors, such as norms, may match: take the nearest direction of the gradient
             nearest = min(alike, key=lambda place: gap(unit(row.grad), unit(right[place].grad)))
             starts.take(nearest)
-            pairs.append((row, right[nearest]))
+            pairs.append((number, row, right[nearest]))
+    pairs = [(one, two) for _, one, two in sorted(pairs, key=lambda found: found[0])]
     if len(pairs) < len(right) and [row[1] for row in left] == [row[1] for row in right]:
         return list(zip(left, right))
     return pairs

@@ -18,7 +18,8 @@ def watch(folder, failure=None):
     findings = [rule(run, limits_of(True, run)) for rule in (
         replicas, rates, one_share, new_order, moving, finite, steps_agree)]
     for cause, evidence, step in filter(None, findings):
-        report["findings"].append({"cause": cause, "step": step, "message": f"{evidence}: {remedy(cause)}"})
+        if cause not in {known["cause"] for known in report["findings"]}:
+            report["findings"].append({"cause": cause, "step": step, "message": f"{evidence}: {remedy(cause)}"})
     if failure and not report["findings"]:
         return {**report, "verdict": "not comparable", "message": f"the command failed: {failure}"}
     if report["findings"]:

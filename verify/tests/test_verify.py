@@ -587,6 +587,9 @@ def test_tensors_with_equal_starts_are_matched_by_the_direction_of_their_gradien
     left, right = ([Row(str(factor * number), [2], [1.0] * 3, [0.1], [factor * value for value in grad], [1.0] * 3)
                     for number, grad in enumerate(grads, 1)] for factor in (1, 4))
     assert [(one.name, two.name) for one, two in match(left, right[::-1])] == [("1", "4"), ("2", "8")]
+    noise = left[0]._replace(name="noise", grad=[1e-17 * value for value in grads[0]])
+    pairs = match([noise, *left], [*right, noise._replace(name="other noise", grad=[1e-17, 0.0, 0.0])])
+    assert [(one.name, two.name) for one, two in pairs] == [("noise", "other noise"), ("1", "4"), ("2", "8")]
 
 
 def test_a_gradient_that_is_added_up_over_other_tensors_is_named():
