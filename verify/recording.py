@@ -170,9 +170,9 @@ class Recorder:
                 self.counted += weight_of(named["target"], named[name], ignored)
         return function(*args, **more)
 
-    def grad(self, function, *args, create_graph=False, **more):
-        self.graphs += bool(create_graph)
-        return function(*args, create_graph=create_graph, **more)
+    def grad(self, function, *args, **more):
+        self.graphs += bool(args[4] if len(args) > 4 else more.get("create_graph"))
+        return function(*args, **more)
 
     def backward(self, function, tensors, *args, **more):
         if backward_runs():  # activation checkpointing calls backward inside another backward

@@ -224,8 +224,9 @@ def train_in_micro_batches(mistake, rank, world):
         with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
             loss = nn.functional.cross_entropy(wrapped(x), y)
             if "penalty" in mistake:
-                loss = loss + torch.autograd.grad(loss, x, create_graph="constant" not in mistake or world == 1,
-                                                  retain_graph=True)[0].square().sum() / world
+                create_graph = "constant" not in mistake or world == 1
+                grad, = torch.autograd.grad(loss, x, None, True, create_graph)
+                loss = loss + grad.square().sum() / world
             (loss / 2).backward()
         if last:
             optimizer.step()
