@@ -68,7 +68,8 @@ class Difference:
             return ""
         for run in (a, b):
             only_loaders(run, unlike)
-        return f" of loader {', '.join(str(loader + 1) for loader in sorted(unlike))} of {len(read[0])}"
+        numbers = ", ".join(str(loader + 1) for loader in sorted(unlike))
+        return f" of loader {numbers} of {len(read[0])}, in the order of their first use,"
 
     @cached_property
     def factor(self):
@@ -333,8 +334,8 @@ def no_graph(diff):
     """In one run only, gradients that enter the loss are constants."""
     one, two = (max(state["graphs"] for state in side.states) for side in diff.sides)
     if one != two:
-        return (f"for each backward pass, A computes {one:g} gradients with create_graph=True, B {two:g}: the others "
-                "are constants in the loss")
+        return (f"for each backward pass, A computes {one:g} gradient(s) with create_graph=True, B {two:g}: the "
+                "others are constants in the loss")
 
 
 def mixed(diff):
