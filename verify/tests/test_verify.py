@@ -29,7 +29,7 @@ from verify.explaining import (
 from verify.modules import Modules
 from verify.precision import widened
 from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
-from verify.samples import by_sample, counts_of, described
+from verify.samples import Samples, by_sample, counts_of, described
 from verify.watching import new_order, one_share, rates, replicas, watch
 
 HERE = Path(__file__).parent
@@ -561,16 +561,19 @@ def test_weights_that_are_averaged_after_each_step_are_no_gradients(met, verdict
     assert (report["verdict"], report["cause"]) == (verdict, "not-averaged" if met == 2.0 else None), report
 
 
-@pytest.mark.parametrize(("a", "b", "cause", "said"), [
-    ([1.0, 2.0], [[1.0, 2.0], [1.0, 3.0]], "not-averaged", "equal on the ranks of B in the first call"),
-    ([1.0, 2.0], [[1.0, 3.0], [1.0, 3.0]], "optimizer", "equal on A and B in the first call"),
-    ([1.0, 1.0], [[1.0, 1.0], [1.0, 1.0]], "forward", "the output of layer differs"),
-    ([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]], "loss", "evidence")])  # another module of that name, as in a pipeline
-def test_weights_that_change_within_a_step_are_named(a, b, cause, said):
+@pytest.mark.parametrize(("a", "b", "cut", "cause", "said"), [
+    ([1.0, 2.0], [[1.0, 2.0], [1.0, 3.0]], 1, "not-averaged", "equal on the ranks of B in the first call"),
+    ([1.0, 2.0], [[1.0, 3.0], [1.0, 3.0]], 1, "optimizer", "equal on A and B in the first call"),
+    ([1.0, 1.0], [[1.0, 1.0], [1.0, 1.0]], 1, "forward", "the output of layer differs"),
+    ([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]], 2, "forward", "the output of layer differs"),  # slices of one module
+    ([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]], 1, "loss", "evidence")])  # another module of that name, as in a pipeline
+def test_weights_that_change_within_a_step_are_named(a, b, cut, cause, said):
     states = [{"passed": [["output", "layer", False, 4, 8, output, 1.0],
                           *[["weights", "layer", False, 0, 1, size, 1.0] for size in calls]]}
               for output, calls in ((1.0, a), *((5.0, calls) for calls in b))]
-    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*states))
+    runs = differing(*states)
+    runs[1].cut = cut
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *runs)
     assert found["cause"] == cause and said in found["message"], found
     assert "layer" in found["message"] or cause == "loss"
 
@@ -751,6 +754,33 @@ def test_copies_of_the_model_must_start_equal_on_all_ranks():
     for rank, state in enumerate(run.states(0)):
         state["unoptimized"] = [["average of w", [2], [1.0 + rank] * 3]]
     assert "copies of the model differ, such as average of w" in replicas(run, LIMITS["own"])[1]
+
+
+def test_a_loader_that_is_created_anew_is_known_by_its_dataset():
+    samples, iterators = Samples(None), []
+    for name, dataset, active in (("one", [1], 0), ("two", [2], 0), ("one again", [1], 1), ("beside it", [1], 0)):
+        dataset = next((one._dataset for one, _ in iterators if one._dataset == dataset), dataset)
+        iterators.append((SimpleNamespace(_index_sampler=[name], _dataset=dataset), active))
+        loader = samples.loader(iterators[-1][0])
+        loader.iterator = (lambda: True) if active else None
+        iterators[-1] = iterators[-1][0], loader.number
+    assert [number for _, number in iterators] == [0, 1, 0, 2]
+
+
+def test_only_the_loaders_that_differ_are_compared():
+    a, b = differing({"batches": batch(1.0, 2.0)["batches"] + batch(3.0, loader=1)["batches"]},
+                     {"batches": batch(1.0, 2.0)["batches"] + batch(4.0, loader=1)["batches"]})
+    a.at(0)
+    assert "0 of the step's 1 samples of loader 2 of 2" in compare_runs(a, b)["message"]
+    assert a.at(0)[2] == [3.0] and b.at(0)[2] == [4.0]
+    a, b = differing({"batches": batch(1.0, 2.0)["batches"] + batch(3.0, loader=1)["batches"]}, batch(1.0, 2.0))
+    report = compare_runs(a, b)
+    assert report["cause"] == "batch-size" and "3 samples in A, 2 in B" in report["message"]
+
+
+def test_what_a_backward_pass_computes_and_indices_that_are_numbers_are_recorded(records):
+    assert Run.read(records / "penalty on 1", "A").states(1)[0]["graphs"] == 1  # for each of two micro-batches
+    assert described(0, [torch.ones(3, 2)], ["name", ("pair", 1), 7])[4] == [7]
 
 
 def test_replicas_may_start_at_zero():
