@@ -22,6 +22,7 @@ import difflib
 import functools
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -253,6 +254,8 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="print the script without markers")
     parser.add_argument("--json", action="store_true", help="print all blocks as JSON")
     args = parser.parse_args()
+    if hasattr(signal, "SIGPIPE"):  # not on Windows: `head` may end the output
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     chosen = scripts() if args.script is None else [args.script.resolve()]
     if args.plain and args.script is None or not set(chosen) <= set(scripts()):
         parser.error(f"name one of the scripts: {', '.join(map(name_of, scripts()))}")

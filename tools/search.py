@@ -13,6 +13,7 @@ import io
 import itertools
 import math
 import re
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -146,6 +147,8 @@ def main() -> None:
         sys.exit(2)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Chinese
+    if hasattr(signal, "SIGPIPE"):  # not on Windows: `head` may end the output
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sections = read()
     results = search(sections, weigh(sections), text)
     if not results:
@@ -154,7 +157,7 @@ def main() -> None:
     for number, section in enumerate(results, 1):
         found.append(f"{number}. " + "; ".join(f"{label}: {target}" for label, target in section.targets))
         found.append(textwrap.indent(textwrap.fill(textwrap.shorten(best_line(section, text), 500), 116), "   "))
-    print("\n".join(found))  # at once, so that `head` may close the pipe
+    print("\n".join(found))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The ranked search leads from what people ask to the section that answers it; symptoms.txt itself is not searched."""
 import collections
+import os
 import subprocess
 import sys
 
@@ -87,6 +88,13 @@ def test_the_command(text, code, said):
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == code
     assert said in ran.stdout if code == 0 else ran.stderr == said
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell's pipe")
+@pytest.mark.parametrize("command", ["-m tools.search nccl timeout", "tools/markers.py --plain train_DDP.py"])
+def test_a_reader_may_close_the_pipe(command):
+    ran = subprocess.run(f"{sys.executable} {command} | true", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout == ran.stderr == ""
 
 
 def test_a_question_finds_no_row_of_the_readme_in_the_other_language():
