@@ -44,6 +44,8 @@ def main():
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
+    if not 0 < args.batch_size <= len(train_set):
+        parser.exit(2, f"error: --batch-size {args.batch_size}: not between 1 and the {len(train_set)} rows\n")
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, args.batch_size)

