@@ -1,5 +1,6 @@
 """Labeled images in a folder, with one subfolder per class; for `--dataset folder`."""
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from unicodedata import normalize
@@ -14,7 +15,9 @@ from .errors import UsageError
 from .images import EXTENSIONS, decode, find_files, is_hidden
 from .reduce import is_main_process
 
-SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}  # names of parts
+SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval", "pred", "unlabeled"}
+PARTS = SPLITS | {"images", "masks", "labels", "annotations"}  # names of folders that are no classes
+WORDS = re.compile("[A-Z]*[a-z]+|[A-Z]+")  # those of `TrainImages`, `seg_train` and `test1`, too
 
 
 class FolderDataset:
@@ -82,9 +85,11 @@ def create_datasets(path: Path, mean: Sequence[float], std: Sequence[float],
     classes = _subfolders(root)
     if len(classes) < 2:
         found = f"only one subfolder, {classes[0]!r}" if classes else "no subfolders"
-        raise UsageError(f"--data-path: {root} has {found}; --dataset folder needs one per class, at least two")
-    if len(splits := [name for name in classes if name.lower() in SPLITS]) > 1:
-        raise UsageError(f"--data-path {path}: {' and '.join(splits)} are no classes; call the parts train and val")
+        raise UsageError(f"--data-path: {root} has {found}; --dataset folder needs one per class, at least two, or "
+                         "train/ and val/ with these")
+    if parts := _parts(classes):
+        raise UsageError(f"--data-path {path}: {' and '.join(parts[:4])} are no classes; --dataset folder needs one "
+                         "subfolder per class, or train/ and val/ with these")
     check_classes(f"--data-path {path}", classes)
     if split:
         if unknown := set(_subfolders(path / "val")) - set(classes):
@@ -99,6 +104,18 @@ def create_datasets(path: Path, mean: Sequence[float], std: Sequence[float],
     return FolderDataset(train, classes, mean, std, seed, augment=True), FolderDataset(val, classes, mean, std, seed)
 
 
+def _parts(names: Sequence[str]) -> list[str]:
+    """Return two or more names that are no classes: those in PARTS, or `train1` and `test1` if most are like these.
+
+    A single one may be a class, such as a train among other vehicles.
+    """
+    words = {name: {word.lower() for word in WORDS.findall(name)} & SPLITS for name in names}
+    similar = [name for name in names if words[name]]
+    trains = any(found & {"train", "training"} for found in words.values())
+    found = similar if trains and len(similar) > len(names) / 2 else [name for name in names if name.lower() in PARTS]
+    return found if len(found) > 1 else []
+
+
 def _subfolders(path: Path) -> list[str]:
     return sorted(normalize("NFC", each.name) for each in path.iterdir() if each.is_dir() and not is_hidden(each.name))
 
@@ -106,10 +123,17 @@ def _subfolders(path: Path) -> list[str]:
 def _samples(path: Path, classes: list[str]) -> list[tuple[str, int]]:
     labels = {name: label for label, name in enumerate(classes)}
     files, first = find_files(path), len(os.path.join(path, ""))
-    names = [normalize("NFC", file[first:].split(os.sep)[0]) for file in files]  # macOS: an accent is a letter
+    paths = [file[first:].split(os.sep) for file in files]
+    names = [normalize("NFC", below[0]) for below in paths]  # macOS: an accent is a letter
     samples = [(file, labels[name]) for file, name in zip(files, names) if name in labels]
     if len(samples) < len(files) and is_main_process():
         print(f"{path}: {len(files) - len(samples)} images are in no class folder, so not used")
+    if inner := sorted({below[1] for below, name in zip(paths, names) if name in labels and len(below) > 2}):
+        if parts := _parts(inner):
+            raise UsageError(f"--data-path {path}: classes are divided into {' and '.join(parts[:4])}; --dataset "
+                             "folder needs one subfolder per class, or train/ and val/ with these")
+        if is_main_process():
+            print(f"{path}: images in subfolders of the classes are used, too: {', '.join(inner[:8])}")
     if empty := set(range(len(classes))) - {label for _, label in samples}:
         raise UsageError(f"--data-path {path}: class {classes[min(empty)]!r} has no images ({' '.join(EXTENSIONS)})")
     return samples

@@ -104,6 +104,7 @@ def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_cou
                           "ash/@eaDir/0.jpg/SYNOPHOTO_THUMB_M.jpg", "overview.png",
                           *(f"oak/0.{kind}" for kind in ("jfif", "jpe", "bmp", "tif", "tiff", "gif")))
     (folder / "oak" / "1.heic").touch()
+    (folder / "oak" / "000001").touch()
     train, val = datasets.create_datasets("folder", folder, 0)
     assert train.classes == ["ash", "oak"] and (len(train), len(val)) == (8, 2)
     files = sorted(os.fsdecode(path) for path in [*train.paths, *val.paths])
@@ -111,7 +112,7 @@ def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_cou
         "ash/0.jpg", "ash/1.jpg", "ash/2.jpg", "ash/3.jpg", "oak/0.bmp", "oak/0.gif", "oak/0.jfif", "oak/0.jpe",
         "oak/0.tif", "oak/0.tiff"]
     assert capsys.readouterr().out.splitlines() == [
-        f"{folder}: files of these kinds are not used: 1 .heic",
+        f"{folder}: files with these extensions are not used: 1 without one, 1 .heic",
         f"{folder}: 1 images are in no class folder, so not used"]
 
 
@@ -136,7 +137,14 @@ def test_only_the_training_images_of_a_folder_are_augmented(tmp_path):
     (["photos/ash/0.png", "photos/oak/0.png"], "--data-path: {} has only one subfolder, 'photos'; .*at least two"),
     (["train/photos/ash/0.png", "val/photos/ash/0.png"], "{}/train has only one subfolder, 'photos'; "),
     (["ash/0.png", "@eaDir/0.jpg"], "{} has only one subfolder, 'ash'; "),
-    (["train/ash/0.png", "train/oak/0.png", "test/ash/0.png"], "{}: test and train are no classes; .*train and val"),
+    (["train/ash/0.png", "train/oak/0.png", "test/ash/0.png"], "{}: test and train are no classes; .*train/ and val/"),
+    (["train/0.png", "test1/0.png"], "{}: test1 and train are no classes; "),  # Kaggle's dogs and cats
+    (["seg_train/0.png", "seg_test/0.png", "seg_pred/0.png"], "{}: seg_pred and seg_test and seg_train are no "),
+    (["TrainImages/0.png", "TestImages/0.png"], "{}: TestImages and TrainImages are no classes; "),
+    (["images/0.png", "masks/0.png"], "{}: images and masks are no classes; "),
+    (["train/0.png"], "{} has only one subfolder, 'train'; .*or train/ and val/ with these"),
+    ([f"{name}/{part}/{n}.png" for name in ("cat", "dog") for part in ("train", "val") for n in range(5)],
+     "{}: classes are divided into train and val; "),
     (["Train/ash/0.png", "Val/ash/0.png", "more/0.png"], "{}: Train and Val are no classes; "),
     (["training/ash/0.png", "validation/ash/0.png"], "{}: training and validation are no classes; ")])
 def test_a_folder_that_contains_no_classes_is_refused(tmp_path, names, said):
@@ -160,8 +168,17 @@ def test_a_class_may_be_spelled_in_two_ways(tmp_path):
 
 def test_a_class_may_have_the_name_of_a_part(tmp_path):
     """A train, for example, among other vehicles."""
-    names = [f"{name}/{n}.png" for name in ("bus", "train") for n in range(5)]
-    assert datasets.create_datasets("folder", write_images(tmp_path, *names), 0)[0].classes == ["bus", "train"]
+    for classes in (["bus", "train"], ["test_negative", "test_positive"], ["train_interior", "valley", "wheat_field"]):
+        names = [f"{classes[0]}/{name}/{n}.png" for name in classes for n in range(5)]
+        folder = write_images(tmp_path, *names) / classes[0]
+        assert datasets.create_datasets("folder", folder, 0)[0].classes == classes
+
+
+def test_images_in_subfolders_of_a_class_are_used_and_said(tmp_path, capsys):
+    """As in Tiny ImageNet."""
+    names = [f"{name}/images/{n}.png" for name in ("n01443537", "n01629819") for n in range(5)]
+    assert len(datasets.create_datasets("folder", write_images(tmp_path, *names), 0)[0]) == 8
+    assert capsys.readouterr().out == f"{tmp_path}: images in subfolders of the classes are used, too: images\n"
 
 
 class Samples(list):
