@@ -21,7 +21,7 @@ class ProcessError(RunError):
 def require_finite(value: float, what: str) -> None:
     """Raise RunError if `value`, equal on all ranks, is not finite; `what` names it, such as "step 2: the loss"."""
     if not math.isfinite(value):
-        raise RunError(f"{what} is {value}; try a lower --lr")
+        raise RunError(f"{what} is {value}; lower --lr, or check the data")
 
 
 def reason(error: BaseException) -> str:

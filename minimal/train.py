@@ -45,7 +45,7 @@ def main():
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
     if not 0 < args.batch_size <= len(train_set):
-        parser.exit(2, f"error: --batch-size {args.batch_size}: not between 1 and the {len(train_set)} rows\n")
+        parser.exit(2, f"error: --batch-size {args.batch_size}: the table has {len(train_set)} rows\n")
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, args.batch_size)
@@ -70,7 +70,7 @@ def main():
         train_loss = loss_sum.item() / (len(train_loader) * args.batch_size)
         val_loss, lr = evaluate(model, val_loader, device), scheduler.get_last_lr()[0]
         if math.isnan(val_loss):
-            parser.exit(1, f"error: val_loss is nan in epoch {epoch}: try a smaller --lr\n")
+            parser.exit(1, f"error: val_loss is nan in epoch {epoch}: lower --lr, or check the data\n")
         scheduler.step(val_loss)
         if val_loss < best_loss:
             best_loss, best_epoch = val_loss, epoch

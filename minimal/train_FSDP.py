@@ -64,7 +64,7 @@ def main():
     torch.manual_seed(args.seed)
     train_set, val_set = create_table(1000, seed=1), create_table(499, seed=2)
     if not 0 < args.batch_size <= len(train_set):
-        parser.exit(2, f"error: --batch-size {args.batch_size}: not between 1 and the {len(train_set)} rows\n")
+        parser.exit(2, f"error: --batch-size {args.batch_size}: the table has {len(train_set)} rows\n")
 
     # new # DDP: launchers set these variables, but plain python does not; for srun, use ../train_DDP.py
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
@@ -125,7 +125,7 @@ def main():
         train_loss = loss_sum.item() / (len(train_loader) * args.batch_size)
         val_loss, lr = evaluate(model, val_loader, device), scheduler.get_last_lr()[0]
         if math.isnan(val_loss):
-            parser.exit(1, f"error: val_loss is nan in epoch {epoch}: try a smaller --lr\n")
+            parser.exit(1, f"error: val_loss is nan in epoch {epoch}: lower --lr, or check the data\n")
         scheduler.step(val_loss)
         if val_loss < best_loss:
             best_loss, best_epoch = val_loss, epoch

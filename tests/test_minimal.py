@@ -208,7 +208,7 @@ def test_each_script_trains_the_same_model_as_one_process(here, tmp_path, path):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_loss_that_is_nan_ends_the_run(here, tmp_path, path):
     code, out, err = here(path, "--lr", "1e30", "--epochs", "2")
-    assert (code, out) == (1, "") and err == "error: val_loss is nan in epoch 1: try a smaller --lr\n"
+    assert (code, out) == (1, "") and err == "error: val_loss is nan in epoch 1: lower --lr, or check the data\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -224,7 +224,7 @@ def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(here, tmp_pat
 def test_a_batch_larger_than_the_table_or_empty_is_refused(here, tmp_path, path):
     for batch_size in ("1001", "0"):
         assert here(path, "--batch-size", batch_size) == (
-            2, "", f"error: --batch-size {batch_size}: not between 1 and the 1000 rows\n")
+            2, "", f"error: --batch-size {batch_size}: the table has 1000 rows\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,4 +71,5 @@ def test_a_failure_under_ray_is_one_line(ray_environment, tmp_path):
     result = run(PYTHON, "launch/ray_train.py", "--num-workers", "2", "--", "--lr", "1e9", "--output-dir",
                  tmp_path / "out", env=ray_environment)
     said = [line for line in result.err.splitlines() if line.startswith("ray_train.py: error: ")]
-    assert result.code == 1 and said == ["ray_train.py: error: epoch 1, step 10: the loss is nan; try a lower --lr"]
+    assert result.code == 1
+    assert said == ["ray_train.py: error: epoch 1, step 10: the loss is nan; lower --lr, or check the data"]

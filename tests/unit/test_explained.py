@@ -82,7 +82,7 @@ def test_after_an_earlier_signal_rank_1_still_says_that_it_lost_the_others(monke
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_ends_the_run(value):
-    with pytest.raises(errors.RunError, match=f"^epoch 1: the loss is {value}; try a lower --lr$"):
+    with pytest.raises(errors.RunError, match=f"^epoch 1: the loss is {value}; lower --lr, or check the data$"):
         errors.require_finite(value, "epoch 1: the loss")
     errors.require_finite(1e300, "epoch 1: the loss")
 
