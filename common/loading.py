@@ -25,9 +25,10 @@ def collate(batch: Any) -> Any:
     """Collate samples (input, target) into a batch, floats in torch's default dtype; return a whole batch unchanged."""
     if not isinstance(batch, list):
         return batch
+    for sample in batch:
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise UsageError(f"a sample is {_describe(sample)}; the dataset must return a tuple (input, target)")
     sample = batch[0]
-    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-        raise UsageError(f"a sample is {_describe(sample)}; the dataset must return a tuple (input, target)")
     try:
         parts = [default_collate([torch.tensor(float(part)) if isinstance(part, float) else part for part in column])
                  for column in zip(*batch)]

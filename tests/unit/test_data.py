@@ -230,11 +230,12 @@ def test_numbers_have_the_type_of_the_weights():
 @pytest.mark.parametrize(("samples", "error", "said"), [
     ([(PICTURE, 0)] * 3, UsageError, r"a PIL\.Image\.Image and a int; .*ToTensor"),
     ([{"x": 1, "y": 2}] * 3, UsageError, r"a dict of 2; .*tuple \(input, target\)"),
-    ([(1, 2, 3)] * 3, UsageError, "a tuple of 3; "), ([torch.zeros(2)] * 3, UsageError, r"a torch\.Tensor; "),
+    ([(1, 2, 3)] * 3, UsageError, "a tuple of 3; "), ([(1, 2), None, (1, 2)], UsageError, "a NoneType; .*a tuple"),
+    ([torch.zeros(2)] * 3, UsageError, r"a torch\.Tensor; "),
     ([((torch.zeros(2), torch.zeros(2)), 0)] * 3, UsageError, "a tuple of 2 and a int; .*one tensor each"),
     ([(torch.zeros(2), "cat")] * 3, UsageError, "a torch.Tensor and a str; .*one tensor each"),
     ([(torch.zeros(size), 0) for size in (2, 3, 2)], ProcessError, r"differ in shape: .*\[2\].*collate_fn"),
-], ids=["PIL", "dict", "three", "input only", "two inputs", "text", "ragged"])
+], ids=["PIL", "dict", "three", "none", "input only", "two inputs", "text", "ragged"])
 def test_a_sample_that_does_not_fit_is_named_in_one_line(samples, error, said):
     with pytest.raises(error, match=said) as raised:
         first_batch(Samples(samples))
