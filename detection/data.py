@@ -8,11 +8,13 @@ or are too difficult (VOC). Detections in such a region count neither as correct
 import contextlib
 import functools
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 from xml.etree import ElementTree
 
 import numpy as np
@@ -46,10 +48,12 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
     - "coco": annotations/instances_PART*.json, and images in the folder PART* of the same name.
     - "voc": names in ImageSets/Main/PART.txt, Annotations/NAME.xml, and images in JPEGImages.
 
-    classes.txt may name the classes of "lines" and "voc", one per line; otherwise, all classes must occur in train.
+    "voc" also accepts paths of images, and an XML without a file name, whose image has the XML's name. classes.txt may
+    name the classes of "lines" and "voc", one per line; otherwise, all classes must occur in train.
     Raises UsageError, naming the file and, if possible, the line, for missing or malformed files, unknown classes,
-    boxes without area and boxes in fractions of the image. Prints how many boxes reach outside their images. Reading an
-    image raises ProcessError if its boxes are for another size, which "coco" and "voc" declare.
+    boxes without area and boxes in fractions of the image. COCO has a few boxes with a width or height of 0: "coco"
+    leaves them out and prints how many. Prints how many boxes reach outside their images. Reading an image raises
+    ProcessError if its boxes are for another size, which "coco" and "voc" declare.
     """
     if image_size % 32:
         raise UsageError(f"--image-size {image_size}: not a multiple of 32")
@@ -59,12 +63,16 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
     if not Path(path).is_dir():
         raise UsageError(f"--data-path {path}: no such folder")
     (train, known), (val, other) = (READERS[name](Path(path), part) for part in ("train", "val"))
+    for title, found in (("train lists no images", train), ("val lists no images", val),
+                         ("train has no boxes", known or any(objects for _, _, objects, *_ in train))):
+        if not found:
+            raise UsageError(f"--data-path {path}: {title}; add some")
     check_classes(f"--data-path {path}", [*known.values()])
     if moved := [label for label in known.keys() & other.keys() if known[label] != other[label]]:
         names = f"{known[moved[0]]!r} in train and {other[moved[0]]!r} in val"
         raise UsageError(f"--data-path {path}: category {moved[0]} is {names}; use the same categories in both")
     for part in train, val:
-        _require_unique(part)
+        _require_unique(name, part)
     index, options = {label: place for place, label in enumerate(known)}, ([*known.values()], image_size, seed)
     train, val = ([_encode(name, index, *sample) for sample in part] for part in (train, val))
     if is_main_process():
@@ -201,22 +209,21 @@ def letterbox(image: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: list, *size: Any) -> Sample:
     """Check an image and its `objects`, each (class, ignored, *box); `size` is its declared width and height."""
-    names = [image, *(Path(f"{image}{kind}") for kind in EXTENSIONS)]  # some programs leave out the extension
-    if not (found := next(filter(Path.is_file, names), None)):
-        raise UsageError(f"{where}: no image {image}; correct the name or add the file")
     rows = np.zeros((len(objects), 5))
     shown = [",".join(map(str, [*box, label])) for label, _, *box in objects]
     for row, (_, _, *box), said in zip(rows, objects, shown):
         try:
-            row[1:] = list(map(float, box))
+            row[1], row[2], row[3], row[4] = map(float, box)
+            if not np.isfinite(row).all():
+                raise ValueError
         except (TypeError, ValueError):
             raise UsageError(f"{where}: {said} is not a box (four numbers) and a class; correct it") from None
     if ((rows >= 0) & (rows <= 1)).all() and (rows % 1).any():
         raise UsageError(f"{where}: box {shown[0]} is in fractions of the image; multiply by its width and height")
     for row, (label, ignored, *_), said in zip(rows, objects, shown):
         if label not in index:
-            raise UsageError(f"{where}: class {label or 'without a name'} is unknown; correct it, or add it to "
-                             "classes.txt or categories")
+            title = "without a name" if label in (None, "") else label
+            raise UsageError(f"{where}: class {title} is unknown; correct it, or add it to classes.txt or categories")
         if name == "coco":
             row[3:] += row[1:3]  # COCO's boxes are x, y, width, height
         elif name == "voc":
@@ -228,7 +235,7 @@ def _encode(name: str, index: dict[Any, int], image: Path, where: str, objects: 
     with contextlib.suppress(TypeError, ValueError):  # some programs write no size, or 0
         width, height = (int(float(side)) for side in size)
         declared = (width, height) if width > 0 and height > 0 else None
-    return found, rows.astype(np.float32), declared
+    return image, rows.astype(np.float32), declared
 
 
 def _outside(rows: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -255,13 +262,31 @@ def _report_outside(title: str, samples: list[Sample]) -> None:
         print(f"{title}: {count} of {boxes} boxes reach outside their images and are clipped or dropped; first {first}")
 
 
-def _require_unique(samples: Iterable[tuple]) -> None:
-    """Raise UsageError if two entries of one image have different boxes."""
+def _require_unique(name: str, samples: Iterable[tuple]) -> None:
+    """Raise UsageError if two entries of one image have different boxes or, in "coco", different ids."""
     seen: dict[Path, tuple] = {}
     for image, where, objects, *_ in samples:
         first, known = seen.setdefault(image, (where, objects))
-        if known != objects:
-            raise UsageError(f"{where}: {first} lists other boxes for {image}; list an image once, with all boxes")
+        if known != objects or name == "coco" and where != first:
+            boxes = "other" if known != objects else "the same"
+            raise UsageError(f"{where}: {first} lists {boxes} boxes for {image}; list an image once, with all boxes")
+
+
+def _find(folder: Path, name: str, endings: Sequence[str] = ("", *EXTENSIONS)) -> Path | None:
+    """Return the file with this name, or None if there is none.
+
+    Some programs leave out the extension of an image. macOS writes e and an accent where other systems write one
+    letter, so try both forms.
+    """
+    names = name, normalize("NFC", name), normalize("NFD", name)
+    paths = (f"{folder / each}{ending}" for ending in endings for each in names)
+    return next((Path(path) for path in paths if os.path.isfile(path)), None)
+
+
+def _image(where: str, folder: Path, name: str) -> Path:
+    if not (found := _find(folder, name)):
+        raise UsageError(f"{where}: no image {folder / name}; correct the name or add the file")
+    return found
 
 
 def _read(file: Path, parse: Callable[[bytes], Any] = lambda content: content.decode("utf-8-sig").splitlines()) -> Any:
@@ -282,7 +307,14 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
         # A path may contain spaces: the boxes are the last words, which consist only of numbers and commas
         image, *boxes = re.split(r"\s+(?=(?:[-+.\deE]*,[-+.\deE,]*(?:\s+|$))+$)", line.strip())
         objects = [(label, False, *corners) for *corners, label in (box.split(",") for box in boxes)]
-        samples += [(folder / image, f"{file}, line {number}", objects)] if image else []
+        where = f"{file}, line {number}"
+        if "," in image and not _find(folder, image):  # its end may be a box
+            last = next((field for field in re.findall(r"[^\s,]+", image)[::-1]
+                         if not re.fullmatch(r"[-+.\deE]+", field)), image)
+            wrong = "" if last.lower().endswith(EXTENSIONS) else f": {last!r} is not a number"
+            raise UsageError(f"{where}: no image {folder / image}{wrong}; correct the name or add the file; each box "
+                             "is a space and five numbers, x1,y1,x2,y2,class")
+        samples += [(_image(where, folder, image), where, objects)] if image else []
     if (folder / "classes.txt").is_file():
         return samples, {str(label): name for label, name in enumerate(_classes(folder, ()))}
     used = {int(label) for *_, objects in samples for label, *_ in objects if label.isdecimal()}
@@ -303,27 +335,49 @@ def _without_outlines(each: dict) -> dict:
     return each
 
 
+def _by_id(file: Path, content: Any, kind: str, *fields: str) -> dict[Any, dict]:
+    """Return one of the lists in a COCO file by id; raise UsageError if an id is there twice or a field is missing."""
+    found: dict[Any, dict] = {}
+    for number, each in enumerate(content[kind]):
+        for field in ("id", *fields):
+            if each.get(field) is None:
+                raise UsageError(f"{file}: {kind}[{number}] has no {field}; see cocodataset.org/#format-data")
+        if found.setdefault(each["id"], each) is not each:
+            raise UsageError(f"{file}: two {kind} have the id {each['id']!r}; make the ids unique")
+    return found
+
+
 def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     files = list((folder / "annotations").glob(f"instances_{part}*.json"))
     if len(files) != 1:
         raise UsageError(f"{folder}: {len(files)} files match annotations/instances_{part}*.json; keep exactly one")
-    images, where = folder / files[0].stem.removeprefix("instances_"), "the file"
-    content = _read(files[0], functools.partial(json.loads, object_hook=_without_outlines))
+    file, images, where = files[0], folder / files[0].stem.removeprefix("instances_"), "the file"
+    content = _read(file, functools.partial(json.loads, object_hook=_without_outlines))
     try:
-        known = {each["id"]: str(each["name"]).strip()
-                 for each in sorted(content["categories"], key=lambda each: each["id"])}
-        samples: dict[Any, tuple] = {each["id"]: (images / each["file_name"], f"{files[0]}, image {each['id']}", [],
-                                                each.get("width"), each.get("height"))
-                                     for each in content["images"]}
-        for kind, found in ("categories", known), ("images", samples):
-            if len(found) < len(content[kind]):
-                raise UsageError(f"{files[0]}: some {kind} have the same id; make the ids unique")
-        for each in content["annotations"]:
-            where = f"annotation {each['id']}"
-            box = each["category_id"], _is_true(each.get("iscrowd")), *each["bbox"]
-            samples[each["image_id"]][2].extend([] if 0 in box[4:] else [box])  # skip boxes without area: COCO has some
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{files[0]}, {where}: {error!r}; see cocodataset.org/#format-data") from None
+        categories = _by_id(file, content, "categories", "name")
+        known = {label: str(each["name"]).strip() for label, each in sorted(categories.items())}
+        samples: dict[Any, tuple] = {
+            label: (_image(title := f"{file}, image {label}", images, each["file_name"]), title, [],
+                    each.get("width"), each.get("height"))
+            for label, each in _by_id(file, content, "images", "file_name").items()}
+        annotations, empty = _by_id(file, content, "annotations", "image_id", "category_id", "bbox"), []
+        for label, each in annotations.items():
+            where = f"annotation {label}"
+            for field, kind, ids in ("image_id", "images", samples), ("category_id", "categories", known):
+                if each[field] not in ids:
+                    alike = [f" ({kind} has {label!r})" for label in ids if str(label) == str(each[field])]
+                    raise UsageError(f"{file}, {where}: {field} {each[field]!r} is not the id of one of the {kind}"
+                                     f"{''.join(alike)}; correct it")
+            if len(each["bbox"]) == 4 and 0 in each["bbox"][2:]:  # COCO has a few
+                empty.append(label)
+            else:
+                box = each["category_id"], _is_true(each.get("iscrowd")), *each["bbox"]
+                samples[each["image_id"]][2].append(box)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UsageError(f"{file}, {where}: {error!r}; see cocodataset.org/#format-data") from None
+    if empty and is_main_process():
+        print(f"{file}: {len(empty)} of {len(annotations)} boxes have a width or height of 0 and are left out; "
+              f"first: annotation {empty[0]}")
     return [*samples.values()], known
 
 
@@ -336,17 +390,18 @@ def _text(file: Path, element: ElementTree.Element, path: str) -> str | None:
 
 
 def _read_voc(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
-    samples = []
+    samples, annotations = [], folder / "Annotations"
     for line in filter(None, map(str.strip, _read(folder / "ImageSets" / "Main" / f"{part}.txt"))):
-        file = folder / "Annotations" / f"{line}.xml"
-        if not file.is_file():  # the lists of one class have a second column
-            file = file.with_name(re.sub(r"\s+(-1|0|1)$", "", line) + ".xml")
+        name = re.sub(r"\s+(-1|0|1)$", "", line)  # the lists of one class have a second column
+        short = os.path.splitext(name)[0] if name.lower().endswith(EXTENSIONS) else name  # darknet lists images
+        paths = (_find(annotations, f"{each}.xml", [""]) for each in (line, name, short, Path(short).name))
+        file = next(filter(None, paths), annotations / f"{Path(short).name}.xml")
         root = _read(file, ElementTree.fromstring)
         objects = [(_text(file, each, "name"), _is_true(_text(file, each, "difficult")),
                     *[_text(file, each, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")])
                    for each in root.findall("object")]
-        samples.append((folder / "JPEGImages" / (_text(file, root, "filename") or ""), str(file), objects,
-                        _text(file, root, "size/width"), _text(file, root, "size/height")))
+        image = _image(str(file), folder / "JPEGImages", _text(file, root, "filename") or file.stem)
+        samples.append((image, str(file), objects, _text(file, root, "size/width"), _text(file, root, "size/height")))
     used = {label for _, _, objects, *_ in samples for label, *_ in objects if label}
     return samples, {name: name for name in _classes(folder, sorted(used))}
 

@@ -1,5 +1,6 @@
 """Detection: datasets, mistakes in their files, anchors, sizes, pictures, and average precision as in pycocotools."""
 import json
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -225,6 +226,41 @@ def test_a_file_name_in_xml_may_lack_its_extension(tmp_path):
     assert data.create_datasets("voc", tmp_path, 96, 0)[0].samples[0][0] == tmp_path / "JPEGImages/a b.png"
 
 
+def test_boxes_of_coco_without_area_are_left_out_and_counted(tmp_path, capsys):
+    data.create_datasets("coco", write_set(tmp_path, "coco"), 96, 0)
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"{tmp_path / JSON}: 1 of 3 boxes have a width or height of 0 and are left out; first: annotation 3")
+
+
+def test_lists_of_voc_may_have_paths_and_xml_may_lack_the_file_name(tmp_path):
+    """As darknet's lists."""
+    boxes = BOX, voc_object("cat", 1, 1, 9, 9)
+    lines = "JPEGImages/a b.png", "/elsewhere/JPEGImages/a b.PNG 1", "/elsewhere/c.d", "sub/e.png", "a b.png"
+    write_set(tmp_path, "voc", **{
+        "ImageSets/Main/train.txt": "\n".join(lines), "Annotations/a b.xml": f"<a>{''.join(boxes)}</a>",
+        "Annotations/c.d.xml": xml(*boxes, file=""), "Annotations/sub/e.xml": xml(*boxes, file="empty.png")})
+    write_image(tmp_path / "JPEGImages/c.d.png")
+    names = [path.name for path, _, _ in data.create_datasets("voc", tmp_path, 96, 0)[0].samples]
+    assert names == ["a b.png", "a b.png", "c.d.png", "empty.png", "a b.png"]
+    (tmp_path / "ImageSets/Main/val.txt").write_text("/elsewhere/JPEGImages/f.jpg")
+    with pytest.raises(UsageError, match=f"{tmp_path}/Annotations/f.xml: No such file"):
+        data.create_datasets("voc", tmp_path, 96, 0)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("listed", "stored"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_an_accent_may_be_a_letter(tmp_path, name, listed, stored):
+    """As in the names of files that macOS wrote."""
+    image, other = (normalize(form, "caf\xe9/\xe9.png") for form in (listed, stored))
+    write_set(tmp_path, name, **{
+        "train.txt": f"{image} 1,2,3,4,0", JSON: json.dumps(coco(annotation(1, 5, 1, 2, 3, 4), images=[image])),
+        "ImageSets/Main/train.txt": normalize(listed, "\xe9"),
+        normalize(stored, "Annotations/\xe9.xml"): xml(BOX, voc_object("cat", 1, 1, 9, 9), file=image)})
+    write_image(tmp_path / IMAGES[name][0] / other)
+    [(path, _, _)] = data.create_datasets(name, tmp_path, 96, 0)[0].samples
+    assert path == tmp_path / IMAGES[name][0] / other
+
+
 def test_the_path_of_an_image_may_have_spaces_and_numbers(tmp_path):
     write_set(tmp_path, "lines", **{"train.txt": "at 1,2,3,4,0 10,5 b.png  1,2,3,4,0 5,6,7e1,8.5,1"})
     write_image(tmp_path / "at 1,2,3,4,0 10,5 b.png")
@@ -249,7 +285,17 @@ def test_scenes_do_not_depend_on_the_default_type():
     ("voc", {XML: '<?xml version="1.0" encoding="klingon"?>' + xml(BOX)}, "a.xml: unknown encoding: klingon"),
     ("lines", {"train.txt": None}, "train.txt: No such file"),
     ("lines", {"train.txt": "a b.png 1,2,3,4,0\nb.png 1,2,3,4,0"}, "train.txt, line 2: no image .*b.png; "),
-    ("lines", {"train.txt": "a b.png 1,2,x,4,0"}, "train.txt, line 1: no image .*a b.png 1,2,x,4,0; "),
+    ("lines", {"train.txt": "a b.png 1,2,x,4,0"}, "line 1: no image .*a b.png 1,2,x,4,0: 'x' is not a number; "),
+    ("lines", {"train.txt": "a b.png 1,2,3,4,cat 1,2,3,4,0"}, "line 1: no image .*: 'cat' is not a number; correct"),
+    ("lines", {"train.txt": "a b.png 1,nan,3,4,0" + " 1,2,3,4,n/a" * 99}, "no image .*: 'n/a' is not a number;"),
+    ("lines", {"train.txt": "a b.png 1,nan,3,4,0"}, "line 1: no image .*: 'nan' is not a number; .* five numbers"),
+    ("lines", {"train.txt": "a b.png,1,2,3,4,cat"}, "line 1: no image .*: 'cat' is not a number; .* a space and five"),
+    ("lines", {"train.txt": "a b.png,1,2,3,4,0"}, "line 1: no image .*a b.png,1,2,3,4,0; .* is a space and five"),
+    ("lines", {"train.txt": "a b.png 5,0"}, "line 1: 5,0 is not a box"),
+    ("lines", {"train.txt": "a b.png 1,2,3,1e999,0"}, "line 1: 1,2,3,1e999,0 is not a box"),
+    ("lines", {"train.txt": "\n"}, "--data-path .*: train lists no images"),
+    ("lines", {"classes.txt": None, "train.txt": ""}, "--data-path .*: train lists no images"),
+    ("voc", {"ImageSets/Main/val.txt": ""}, "--data-path .*: val lists no images"),
     ("lines", {"train.txt": "\na b.png 1,2,3,0"}, "train.txt, line 2: 1,2,3,0 is not a box"),
     ("lines", {"train.txt": "a b.png 1,2,3,4,0 1,2,3,4,5,0"}, "line 1: 1,2,3,4,5,0 is not a box"),
     ("lines", {"train.txt": "a b.png 9,2,3,4,0"}, "line 1: box 9,2,3,4,0 has no area"),
@@ -258,15 +304,34 @@ def test_scenes_do_not_depend_on_the_default_type():
     ("lines", {"classes.txt": None, "train.txt": "a b.png 0,1,2,3,4"},  # the class comes first
      "train.txt: class 0 has no boxes, and class 4 has; the class is the last of five numbers"),
     ("lines", {"val.txt": "a b.png 1,2,3,4,1", "classes.txt": None, "train.txt": "a b.png"},
-     "val.txt, line 1: class 1 is unknown"),
+     "--data-path .*: train has no boxes"),
     ("coco", {JSON: None}, r"0 files match annotations/instances_train\*.json; keep exactly one"),
     ("coco", {"annotations/instances_train.json": "{}"}, "2 files"),
     ("coco", {JSON: '{\n"images": oops'}, "train2017.json: .*line 2"),
     ("coco", {JSON: "[]"}, "train2017.json, the file: TypeError.*see cocodataset"),
     ("coco", {JSON: '{"images": []}'}, r"train2017.json, the file: KeyError\('categories'\)"),
-    ("coco", {JSON: json.dumps(coco({"id": 4, "image_id": 7}))}, r"annotation 4: KeyError\('bbox'\)|category_id"),
-    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3, 4, image=99)))}, r"annotation 4: KeyError\(99\)"),
-    ("coco", {JSON: json.dumps(coco(annotation(4, 6, 1, 2, 3, 4)))}, "image 7: class 6 is unknown"),
+    ("coco", {JSON: '{"categories": [5]}'}, "train2017.json, the file: AttributeError.*see cocodataset"),
+    ("coco", {JSON: json.dumps(coco({"id": 4, "image_id": 7}))}, r"annotations\[0\] has no category_id; see coco"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3, 4), {"image_id": 7}))}, r"annotations\[1\] has no id; "),
+    ("coco", {JSON: json.dumps(coco() | {"categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": None}]})},
+     r"train2017.json: categories\[1\] has no name; see cocodataset"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3, 4, image=99)))},
+     "train2017.json, annotation 4: image_id 99 is not the id of one of the images; correct it"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3, 4, image="7")))},
+     r"annotation 4: image_id '7' is not the id of one of the images \(images has 7\); correct it"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 0, 1, 2, 3, 4)))},
+     "annotation 4: category_id 0 is not the id of one of the categories; correct it"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, "5", 1, 2, 3, 4)))},
+     r"annotation 4: category_id '5' is not the id of one of the categories \(categories has 5\); correct it"),
+    ("coco", {"annotations/instances_val2017.json": json.dumps(
+        coco(annotation(4, 0, 1, 2, 3, 4)) | {"categories": [{"id": 0, "name": "ant"}]})},
+     "image 7: class 0 is unknown"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 5)))}, "image 7: 5,5 is not a box"),
+    ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 0)))}, "image 7: 1,2,0,5 is not a box"),
+    ("coco", {JSON: json.dumps(coco(*[annotation(4, 5, 1, 2, 3, 4)] * 2))},
+     "train2017.json: two annotations have the id 4; make the ids unique"),
+    ("coco", {JSON: json.dumps(coco(images=["a b.png", "a b.png"]))},
+     "image 8: .*image 7 lists the same boxes for .*/a b.png; list an image once"),
     ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3)))}, "image 7: 1,2,3,5 is not a box"),
     ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, -3, 4)))}, "image 7: box 1,2,-3,4,5 has no area"),
     ("coco", {JSON: json.dumps(coco() | {"categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": " "}]})},
@@ -274,9 +339,9 @@ def test_scenes_do_not_depend_on_the_default_type():
     ("coco", {JSON: json.dumps(coco() | {"categories": [{"id": 3, "name": "dog"}, {"id": 5, "name": "cat"}]})},
      "category . is '(dog' in train and 'cat|cat' in train and 'dog)' in val; use the same"),
     ("coco", {JSON: json.dumps(coco() | {"categories": [{"id": 3, "name": "cat"}, {"id": 3, "name": "dog"}]})},
-     "train2017.json: some categories have the same id"),
+     "train2017.json: two categories have the id 3; make the ids unique"),
     ("coco", {JSON: json.dumps({**coco(), "images": [{"id": 7, "file_name": "a b.png"}] * 2})},
-     "train2017.json: some images have the same id"),
+     "train2017.json: two images have the id 7; make the ids unique"),
     ("coco", {JSON: json.dumps(coco(annotation(4, 5, 1, 2, 3, 4), images=["a b.png", "a b.png"]))},
      "image 8: .*image 7 lists other boxes for .*/a b.png; list an image once"),
     ("lines", {"train.txt": "a b.png 1,2,3,4,0\na b.png 5,6,7,8,1"},
