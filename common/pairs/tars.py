@@ -54,6 +54,8 @@ class Shards:
                              f"python -m {__name__} --split {split} writes shards and their list") from None
         for url, size, length in listed:
             self.shards.append((url, size))
+            if size < 0:
+                raise UsageError(f"{index}: nsamples of {url} is {size}; correct it")
             if "://" in url:
                 continue  # a request for each of thousands of shards would take too long: check when reading
             if not os.path.isfile(url):
@@ -66,10 +68,15 @@ class Shards:
     def __len__(self) -> int:
         return sum(size for _, size in self.shards)
 
-    def read(self, shards: Sequence[tuple[str, int]], first: int, stop: int) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield the pairs `first` to `stop - 1` as two files (name, content); raise ProcessError for a bad shard."""
+    def read(self, shards: Sequence[tuple[str, int]], first: int, stop: int,
+             check: bool = False) -> Iterator[list[tuple[str, bytes]]]:
+        """Yield the pairs `first` to `stop - 1` as two files (name, content); raise ProcessError for a bad shard.
+
+        With `check`, read the last shard to its end to count its pairs, because no other reader does.
+        """
         for url, size in shards:
             begin, end = max(first, 0), min(stop, size)
+            last = size if check else end
             first, stop = first - size, stop - size
             if begin >= end:
                 continue
@@ -80,9 +87,9 @@ class Shards:
                         yield pair
                     pair = [_file(url, sample, name) for name in self.names] if begin <= count else None
                 count += 1
-                if count == end < size:  # the rest is for another reader
+                if count == last < size:  # the rest is for another reader
                     break
-            if count != end:  # a tar file that was cut off between two files looks complete
+            if count != last:  # a tar file that was cut off between two files looks complete
                 raise ProcessError(f"{url}: has {count} pairs, but its list says {size}; copy it again")
             if pair:
                 yield pair
