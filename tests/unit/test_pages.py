@@ -69,7 +69,9 @@ def test_the_index_has_every_example_and_a_source_for_every_other_error():
 
 @pytest.mark.parametrize("error", [error for error in EXAMPLES["ERRORS"] if error.__name__ not in PROCESSES],
                          ids=lambda error: error.__name__)
-def test_an_example_produces_the_message(error, capfd, alone):
+def test_an_example_produces_the_message(error, capfd, alone, request):
+    torch.set_warn_always(True)  # else, torch's C++ does not repeat what it warned of in an earlier test
+    request.addfinalizer(lambda: torch.set_warn_always(False))
     if error.__name__ == "nccl" and (torch.cuda.is_available() or not dist.is_nccl_available()):
         pytest.skip("needs a torch with NCCL on a machine without a GPU")
     said = ""
