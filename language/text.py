@@ -6,7 +6,7 @@ import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def create_datasets(name: str, path: str, length: int, count: int, seed: int,
 
     - "stdlib": the sources of Python's standard library on this machine, without tests. The last 5 % of the files are
       for validation.
-    - "text": the UTF-8 file `path`, or all `.txt` files in this folder, as bytes. The last 5 % are for validation.
+    - "text": the UTF-8 file `path`, or all `.txt` files in this folder, as bytes. The last 5 % are for validation: of
+      the file, or of the files in the order of their names.
     - "tokens": `path`/train.bin and `path`/val.bin, `uint16`; or, with a header, the formats .npy and llm.c's.
 
     An epoch has `count` windows; the validation set has at most an eighth of that number. `vocabulary` is the size of
@@ -168,9 +169,19 @@ def _documents(path: Path) -> list[bytes]:
             others = [entry.name for entry in visible if entry not in files]
             if others and is_main_process():
                 print(f"{path}: not used, as it is no .txt file: {others[0]}, and {len(others) - 1} more")
-        return list(filter(None, map(_read_text, files)))  # without empty files
+        texts = {file.name: content for file in files if (content := _read_text(file))}  # without empty files
     except OSError as error:
         raise UsageError(f"--data-path: {error.filename or path}: {reason(error)}") from None
+    if not files:
+        raise UsageError(f"--data-path: {path}: the folder has no files that end in .txt")
+    if not texts:
+        raise UsageError(f"--data-path: {path}: no text: empty: {', '.join(file.name for file in files)}")
+    if len(texts) > 1 and is_main_process():
+        names, sizes, cut = list(texts), list(map(len, texts.values())), _cut(texts)
+        train, val = (f"{' to '.join(dict.fromkeys((names[part][0], names[part][-1])))} ({sum(sizes[part]):,} bytes)"
+                      for part in (slice(cut), slice(cut, None)))
+        print(f"{path}: training reads {train}, validation {val}")
+    return list(texts.values())
 
 
 def _read_text(file: Path) -> bytes:
@@ -185,13 +196,16 @@ def _read_text(file: Path) -> bytes:
     return text
 
 
+def _cut(documents: Sized) -> int:
+    """Return how many documents are for training; the last ones, one of 20, are for validation."""
+    return len(documents) - max(1, len(documents) // 20)
+
+
 def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
     """Join documents, each followed by a zero byte; return the texts for training (95 %) and validation (5 %)."""
-    if not documents:
-        raise UsageError("--data-path: the folder has no files that end in .txt")
     if len(documents) == 1:
         cut = len(documents[0]) * 95 // 100
         documents = [documents[0][:cut], documents[0][cut:]]
-    cut = len(documents) - max(1, len(documents) // 20)
+    cut = _cut(documents)
     train, val = (b"".join(text + b"\0" for text in part) for part in (documents[:cut], documents[cut:]))
     return train, val

@@ -44,10 +44,30 @@ def test_what_is_left_out_of_a_folder_of_texts_is_said(tmp_path, capsys):
         (tmp_path / name).write_text("words" * 50)
     train, val = text.create_datasets("text", tmp_path, 4, 8, seed=0)
     assert len(train.tokens) == len(val.tokens) == 5 * 50 + 1
-    assert capsys.readouterr().out == f"{tmp_path}: not used, as it is no .txt file: c.md, and 1 more\n"
+    assert capsys.readouterr().out == f"{tmp_path}: not used, as it is no .txt file: c.md, and 1 more\n" \
+        f"{tmp_path}: training reads a.txt (250 bytes), validation b.TXT (250 bytes)\n"
     (tmp_path / "e.txt").mkdir()
     with pytest.raises(UsageError, match=r"^--data-path: .*e\.txt: Is a directory"):
         text.create_datasets("text", tmp_path, 4, 8, seed=0)
+
+
+def test_the_files_of_each_part_are_said(tmp_path, capsys):
+    for name, size in {"train.txt": 3000, "val.txt": 9, "test.txt": 20}.items():
+        (tmp_path / name).write_text("a" * size)
+    text.create_datasets("text", tmp_path, 4, 8, seed=0)
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: training reads test.txt to train.txt (3,020 bytes), validation val.txt (9 bytes)\n")
+
+
+def test_a_folder_without_text_is_named(tmp_path):
+    with pytest.raises(UsageError, match=f"^--data-path: {tmp_path}: the folder has no files that end in .txt"):
+        text.create_datasets("text", tmp_path, 4, 8, seed=0)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=f"^--data-path: {tmp_path}: no text: empty: a.txt, b.txt$"):
+        text.create_datasets("text", tmp_path, 4, 8, seed=0)
+    with pytest.raises(UsageError, match="^--data-path: .*a.txt: no text: empty: a.txt$"):
+        text.create_datasets("text", tmp_path / "a.txt", 4, 8, seed=0)
 
 
 @pytest.mark.parametrize(("content", "said"), [
