@@ -66,11 +66,14 @@ class Published:
             raise UsageError(f"--tokenizer {folder}: no such folder")
         try:
             self.made: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise UsageError(f"--tokenizer {folder}: {reason(error)}") from None
+        except Exception as error:  # for a broken file, transformers and tokenizers raise errors of any type
+            raise UsageError(f"--tokenizer {folder}: transformers cannot read it: {reason(error)}") from None
         if self.made.eos_token is None:
             raise UsageError(f"--tokenizer {folder}: has no eos_token, which would end an answer")
         self.vocabulary, self.end, self.end_token = len(self.made), self.made.eos_token, self.made.eos_token_id
+        plain, whole = (self.made("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        places = (place for place in range(len(whole)) if whole[place:place + len(plain)] == plain)
+        self.start = whole[:next(places, 0)]  # the tokens that it puts before a text
 
     def render(self, messages: Messages, ask: bool) -> str:
         from jinja2 import TemplateError  # transformers needs it, too
@@ -81,8 +84,11 @@ class Published:
             raise ValueError(f"the chat template refuses it: {reason(error)}") from None
 
     def encode(self, words: str, chat: bool) -> list[int]:
-        """Return the tokens of a text; a chat template has written the special tokens at the start of a `chat`."""
-        return self.made(words, add_special_tokens=not chat, verbose=False)["input_ids"]
+        """Return the tokens of a text, without an end token that the tokenizer would append.
+
+        A chat template has written the special tokens at the start of a `chat`.
+        """
+        return ([] if chat else self.start) + self.made(words, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, tokens: list[int]) -> str:
         return self.made.decode(tokens)

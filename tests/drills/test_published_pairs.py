@@ -29,7 +29,7 @@ def save(transformers, tmp_path):
     """Return a function that saves a tokenizer with a template, which adds a token at the start of plain text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    def make(template):
+    def make(template, single="<|begin|> $A"):
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def save(transformers, tmp_path):
             vocab_size=300, special_tokens=["<|begin|>", "<|start|>", "<|end|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
         tokenizer.post_processor = processors.TemplateProcessing(
-            single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.token_to_id("<|begin|>"))])
+            single=single, special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("<|begin|>", "<|end|>")])
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>",
                                              chat_template=template).save_pretrained(tmp_path / "model")
         return str(tmp_path / "model")
@@ -64,6 +64,15 @@ def test_plain_text_has_the_special_tokens_of_the_tokenizer(save):
     assert tokens[:prompt] == coder.made("2 + 2?")["input_ids"]
 
 
+@pytest.mark.parametrize(("single", "start"), [("<|begin|> $A <|end|>", "<|begin|>"), ("$A <|end|>", "")])
+def test_an_end_token_that_the_tokenizer_appends_is_left_out(save, single, start):
+    coder = pairs.Published(save(TEMPLATE, single))
+    tokens, counted, prompt = pairs.encode("here", {"prompt": "2 + 2?", "completion": " four"}, coder)
+    assert coder.decode(tokens) == f"{start}2 + 2? four<|end|>" and coder.decode(tokens[:prompt]) == f"{start}2 + 2?"
+    assert counted == [False] * prompt + [True] * (len(tokens) - prompt)
+    assert pairs.ask("here", {"prompt": "2 + 2?"}, coder, None) == tokens[:prompt]
+
+
 @pytest.mark.parametrize(("template", "rows", "said"), [
     (TEMPLATE, [{"role": "critic", "content": "a"}, *CHAT], "chat.jsonl:1: the chat template refuses it: no critics"),
     (TEMPLATE.replace("{% generation %}{{ message.content }}",
@@ -81,6 +90,9 @@ def test_no_tokenizer_is_named(transformers, tmp_path):
     with pytest.raises(UsageError, match="--tokenizer .*/none: no such folder"):
         pairs.Published(str(tmp_path / "none"))
     with pytest.raises(UsageError, match=f"--tokenizer {tmp_path}: "):
+        pairs.Published(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UsageError, match=f"--tokenizer {tmp_path}: transformers cannot read it: "):
         pairs.Published(str(tmp_path))
 
 
