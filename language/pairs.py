@@ -41,9 +41,11 @@ class Bytes:
 
     def render(self, messages: Messages, ask: bool) -> str:
         """Return a chat as text: each message after a line with its role; with `ask`, the line before an answer."""
-        for message in messages:
+        for number, message in enumerate(messages, 1):
             if message["role"] not in ("system", "user", "assistant"):
                 raise ValueError(f"the role {message['role']!r} is not system, user or assistant")
+            if "\0" in message["content"]:
+                raise ValueError(f"message {number}: has a zero byte (\\u0000), which ends a message here; remove it")
         lines = [f"{message['role']}\n{message['content']}\0" for message in messages]
         return "".join(lines) + "assistant\n" * ask
 
@@ -166,6 +168,9 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
 def read(name: str, path: str) -> list[list[tuple[str, dict[str, Any]]]]:
     """Return the rows of `name` for training and for validation: for each, its place in words and its content."""
     found: list[Any] = text.standard_library() if name == "stdlib" else list(_read(Path(path)))
+    if len(found) < 2 and name == "chat":
+        raise UsageError(f"--data-path: {path}: has {'one row' if found else 'no row'}, and needs at least two: one to "
+                         "train on, and one for validation")
     cut = len(found) - max(1, len(found) // 20)
     return [list(_functions(part)) if name == "stdlib" else part for part in (found[:cut], found[cut:])]
 
@@ -182,7 +187,7 @@ def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
     after: Any = row["messages"] if "messages" in row else row.get("completion")
     if not are_messages(before) or not are_messages(after):
         raise UsageError(f"{where}: needs messages, a list of objects with the texts role and content, or prompt and "
-                         f"completion; it has {', '.join(row) or 'nothing'}")
+                         f"completion; it has {fields(row)}")
     messages = before + after
     try:
         whole, spans = coder.render(messages, False), []
@@ -206,7 +211,8 @@ def ask(where: str, row: dict[str, Any], coder: Bytes | Published, vocabulary: i
     """Return the tokens of the prompt in a row, after which a model writes its answer."""
     prompt, chat = row.get("prompt"), not isinstance(row.get("prompt"), str)
     if not prompt or chat and not are_messages(prompt):
-        raise UsageError(f"{where}: needs a prompt, a text or a list of objects with the texts role and content")
+        raise UsageError(f"{where}: needs a prompt, a text or a list of objects with the texts role and content; it "
+                         f"has {fields(row)}")
     try:
         tokens = coder.encode(coder.render(prompt, True) if chat else prompt, chat)
     except ValueError as error:
@@ -220,6 +226,21 @@ def are_messages(value: Any) -> bool:
     """Return whether `value` is a list of objects with the texts role and content."""
     return isinstance(value, list) and all(isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(
         each.get("content"), str) for each in value)
+
+
+def fields(row: dict[str, Any]) -> str:
+    """Return the names of the fields of a row, each with the type of its value."""
+    return ", ".join(f"{name} ({_type(value)})" for name, value in row.items()) or "nothing"
+
+
+def _type(value: Any) -> str:
+    if value in ("", [], {}):
+        return "empty"
+    if isinstance(value, list):
+        wrong = [number for number, each in enumerate(value, 1) if not are_messages([each])]
+        return f"a list, whose item {wrong[0]} is no such object" if wrong else "a list of messages"
+    return {str: "a text", bool: "true or false", int: "a number", float: "a number"}.get(
+        type(value), "null" if value is None else "an object")
 
 
 def _count(coder: Bytes | Published, whole: str, spans: list[tuple[str, str]], chat: bool) -> Pair:
@@ -289,6 +310,9 @@ def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     row = json.loads(line)
                     if not isinstance(row, dict):
                         raise ValueError("is not a JSON object")
+                    if lone := re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+                        raise ValueError(f"has {lone[0]!r}, half of a character (a lone surrogate); remove it, or "
+                                         "export the text as UTF-8")
                     yield f"{path}:{number}", row
     except (ValueError, OSError) as error:
         place = path if isinstance(error, (OSError, UnicodeDecodeError)) else f"{path}:{number}"

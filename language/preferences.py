@@ -149,7 +149,7 @@ def _split(where: str, row: dict[str, Any]) -> dict[str, Any]:
     parts = [row.get(name) for name in ("prompt", "chosen", "rejected")]
     if not all(isinstance(part, str) for part in parts) and not all(map(pairs.are_messages, parts)):
         raise UsageError(f"{where}: needs prompt, chosen and rejected, three texts or three lists of objects with the "
-                         f"texts role and content; it has {', '.join(row) or 'nothing'}")
+                         f"texts role and content; it has {pairs.fields(row)}")
     return row
 
 

@@ -95,7 +95,13 @@ def test_hits_are_counted():
 
 @pytest.mark.parametrize(("row", "said"), [
     ("{'prompt': 1}", "chat.jsonl:2: Expecting property name"), ("[1, 2]", "chat.jsonl:2: is not a JSON object"),
-    ({"text": "a"}, "chat.jsonl:2: needs messages, .* or prompt and completion; it has text"),
+    ({"text": "a"}, r"chat.jsonl:2: needs messages, .* or prompt and completion; it has text \(a text\)"),
+    ({"prompt": "a", "completion": 4}, r"chat.jsonl:2: needs .* it has prompt \(a text\), completion \(a number\)$"),
+    ({"prompt": "a", "completion": None, "b": True, "c": {"d": 1}, "e": ""},
+     r"completion \(null\), b \(true or false\), c \(an object\), e \(empty\)$"),
+    ({"messages": [*CHAT, {"role": "user", "content": None}]}, r"messages \(a list, whose item 6 is no such object\)"),
+    ({"prompt": "a", "completion": "b\ud83d"}, r"chat.jsonl:2: has '\\ud83d', half of a character"),
+    ({"messages": [CHAT[1], {"role": "assistant", "content": "a\0b"}]}, "chat.jsonl:2: message 2: has a zero byte"),
     ({}, "chat.jsonl:2: needs .* it has nothing"), ({"prompt": "a"}, "chat.jsonl:2: needs .* it has prompt"),
     ({"prompt": "a", "completion": ""}, "chat.jsonl:2: the completion is empty"),
     ({"prompt": "a", "completion": [CHAT[2]]}, "chat.jsonl:2: needs messages"),
@@ -115,8 +121,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UsageError, match="^--data-path: .*latin.jsonl: .*decode byte 0xe9"):
         read(str(tmp_path / "latin.jsonl"))
     (tmp_path / "one.jsonl").write_text('\ufeff{"prompt": "a", "completion": "b"}\n')
-    with pytest.raises(UsageError, match="there are 0 pairs for training"):
+    with pytest.raises(UsageError, match="^--data-path: .*one.jsonl: has one row, and needs at least two: one to"):
         read(str(tmp_path / "one.jsonl"))
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(UsageError, match="^--data-path: .*none.jsonl: has no row, and needs at least two"):
+        read(str(tmp_path / "none.jsonl"))
 
 
 def test_a_pair_that_is_too_long_is_dropped_or_cut(tmp_path):

@@ -46,7 +46,10 @@ def test_each_answer_follows_the_prompt_and_alone_counts(tmp_path, row, wanted):
 
 
 @pytest.mark.parametrize(("row", "said"), [
-    ({"prompt": "a", "chosen": "b"}, "chat.jsonl:2: needs prompt, chosen and rejected, .*; it has prompt, chosen"),
+    ({"prompt": "a", "chosen": "b"},
+     r"chat.jsonl:2: needs prompt, chosen and rejected, .*; it has prompt \(a text\), chosen \(a text\)$"),
+    ({"prompt": "a", "chosen": 4, "rejected": ASK + ["b"]},
+     r"chat.jsonl:2: needs .*, chosen \(a number\), rejected \(a list, whose item 2 is no such object\)"),
     ({}, "chat.jsonl:2: needs .* it has nothing"), ({"chosen": "ab", "rejected": "ac"}, "chat.jsonl:2: needs prompt"),
     ({"prompt": "a", "chosen": ONE, "rejected": TWO}, "chat.jsonl:2: needs prompt"),
     ({"prompt": "a", "chosen": "b", "rejected": ""}, "chat.jsonl:2: rejected: the completion is empty"),
