@@ -160,7 +160,7 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
         kept = [pair for pair in pairs if pair]
         if not kept:
             raise UsageError(f"--length {length}: there are {len(pairs)} pairs for {kind}, and none fits")
-        sets.append(Pairs(kept, coder, length, most, chat=not isinstance(rows[0][1].get("prompt"), str)))
+        sets.append(Pairs(kept, coder, length, most, is_chat(rows[0][1])))
         sets[-1].dropped = len(pairs) - len(kept)
     return sets[0], sets[1]
 
@@ -175,9 +175,14 @@ def read(name: str, path: str) -> list[list[tuple[str, dict[str, Any]]]]:
     return [list(_functions(part)) if name == "stdlib" else part for part in (found[:cut], found[cut:])]
 
 
+def is_chat(row: dict[str, Any]) -> bool:
+    """Return whether encode() reads messages, and not the texts prompt and completion."""
+    return not (isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str))
+
+
 def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
     """Return the tokens of a row of a file, and which of them count; raise UsageError, naming `where`, if none can."""
-    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+    if not is_chat(row):
         if not row["completion"]:
             raise UsageError(f"{where}: the completion is empty")
         whole = row["prompt"] + row["completion"]
@@ -188,7 +193,7 @@ def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
     if not are_messages(before) or not are_messages(after):
         raise UsageError(f"{where}: needs messages, a list of objects with the texts role and content, or prompt and "
                          f"completion; it has {fields(row)}")
-    messages = before + after
+    messages = before + (after[len(before):] if after[:len(before)] == before else after)
     try:
         whole, spans = coder.render(messages, False), []
         for number in range(len(before), len(messages)):

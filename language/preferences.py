@@ -111,7 +111,8 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
     """Return the training and validation pairs; the arguments are those of pairs.create_datasets().
 
     - "stdlib": the rejected answer is the body of another function of the same set, at least twice as long.
-    - "chat": the file `path` has prompt, chosen and rejected in each line, or chosen and rejected that begin equally.
+    - "chat": the file `path` has prompt, chosen and rejected in each line, or chosen and rejected that begin equally,
+      with the prompt.
 
     A prompt with either answer has at most `length` + 1 tokens. There are at most `count` pairs. Raises UsageError,
     naming file and line, for what cannot be used.
@@ -139,13 +140,22 @@ def _reject(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[
 
 
 def _split(where: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with prompt, chosen and rejected: without a prompt, it is the messages with which both begin."""
-    answers = [row.get("chosen"), row.get("rejected")]
+    """Return a row with prompt, chosen and rejected, which are texts or lists of messages.
+
+    If the prompt is missing, or a text although the answers are messages, it is the messages with which both begin.
+    """
+    answers: list[Any] = [row.get("chosen"), row.get("rejected")]
     if answers[0] and answers[0] == answers[1]:
         raise UsageError(f"{where}: chosen and rejected are equal")
-    if "prompt" not in row and all(map(pairs.are_messages, answers)):
-        size = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*answers)))
-        row = {"prompt": row["chosen"][:size], "chosen": row["chosen"][size:], "rejected": row["rejected"][size:]}
+    if isinstance(row.get("prompt", ""), str) and all(map(pairs.are_messages, answers)):
+        prompt = [one for one, _ in takewhile(lambda two: two[0] == two[1], zip(*answers))]
+        chosen, rejected = (answer[len(prompt):] for answer in answers)
+        texts = [message["content"] for message in prompt if message["role"] == "user"]
+        roles = [message["role"] for message in chosen[:1] + rejected[:1]]
+        if not prompt or row.get("prompt") not in (None, *texts) or "user" in roles or "system" in roles:
+            raise UsageError(f"{where}: chosen and rejected do not begin with the same prompt, as they must if prompt "
+                             "is not a list of messages")
+        row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     parts = [row.get(name) for name in ("prompt", "chosen", "rejected")]
     if not all(isinstance(part, str) for part in parts) and not all(map(pairs.are_messages, parts)):
         raise UsageError(f"{where}: needs prompt, chosen and rejected, three texts or three lists of objects with the "

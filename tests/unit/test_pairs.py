@@ -46,7 +46,8 @@ CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"
     ({"prompt": "ends", "completion": "with\0"}, "endswith", "with\0"),
     ({"messages": CHAT}, "system\ns\0user\nu\0assistant\none\0user\nw\0assistant\ntwo", "one\0two\0"),
     ({"prompt": CHAT[:4], "completion": CHAT[4:]}, "system\ns\0user\nu\0assistant\none\0user\nw\0assistant\ntwo",
-     "two\0")])
+     "two\0"),
+    ({"prompt": CHAT[:4], "completion": CHAT}, "system\ns\0user\nu\0assistant\none\0user\nw\0assistant\ntwo", "two\0")])
 def test_the_answers_and_the_tokens_that_end_them_count(tmp_path, row, text, counted):
     train, val = read(write(tmp_path, row), length=64)
     assert unpacked(train) == [(text, counted)] and unpacked(val) == [("vw", "w\0")]
@@ -187,5 +188,10 @@ def test_an_answer_ends_at_its_end_token(tmp_path, monkeypatch):
     assert pairs.answer(None, val, None, 0) == "vyes\N{REPLACEMENT CHARACTER}"
     assert pairs.answer(None, val, "why", 0) == "whyso" and asked == [b"v", b"why"]
     assert pairs.answer(None, val, "", 0) == ""
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "u", "messages": CHAT[1:3]}) + "\n" + json.dumps(
+        {"prompt": "u", "messages": CHAT[1:3]}))
+    said = iter([[*b"user\nwhy\0assistant\n", *b"so"]])
+    assert pairs.answer(None, read(str(tmp_path / "chat.jsonl"))[1], "why", 0).endswith("assistant\nso")
+    assert asked[-1] == b"user\nwhy\0assistant\n"  # as in training, although prompt is a text
     (tmp_path / "chat.jsonl").write_text('{"prompt": "", "completion": "b"}\n' * 2)
     assert pairs.answer(None, read(str(tmp_path / "chat.jsonl"))[1], None, 0) == ""  # no token to begin with

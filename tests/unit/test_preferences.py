@@ -28,7 +28,7 @@ def texts(dataset):
     return sorted(found)
 
 
-ASK = [{"role": "user", "content": "u"}]
+ASK, SYSTEM = [{"role": "user", "content": "u"}], [{"role": "system", "content": "s"}]
 ONE, TWO = ([{"role": "assistant", "content": words}] for words in ("one", "two!"))
 SAID = [("user\nu\0assistant\none", "one\0"), ("user\nu\0assistant\ntwo!", "two!\0")]
 
@@ -36,7 +36,9 @@ SAID = [("user\nu\0assistant\none", "one\0"), ("user\nu\0assistant\ntwo!", "two!
 @pytest.mark.parametrize(("row", "wanted"), [
     ({"prompt": "2+2=", "chosen": "four", "rejected": "5"}, [("2+2=four", "four\0"), ("2+2=5", "5\0")]),
     ({"prompt": ASK, "chosen": ONE, "rejected": TWO}, SAID),
-    ({"chosen": ASK + ONE, "rejected": ASK + TWO}, SAID)])
+    ({"chosen": ASK + ONE, "rejected": ASK + TWO}, SAID),
+    ({"prompt": ASK, "chosen": ASK + ONE, "rejected": ASK + TWO}, SAID),
+    ({"prompt": "u", "chosen": ASK + ONE, "rejected": ASK + TWO}, SAID)])
 def test_each_answer_follows_the_prompt_and_alone_counts(tmp_path, row, wanted):
     train, val = read(tmp_path, row)
     assert texts(train) == [wanted] and texts(val) == [[("vw", "w\0"), ("vx", "x\0")]]
@@ -51,7 +53,11 @@ def test_each_answer_follows_the_prompt_and_alone_counts(tmp_path, row, wanted):
     ({"prompt": "a", "chosen": 4, "rejected": ASK + ["b"]},
      r"chat.jsonl:2: needs .*, chosen \(a number\), rejected \(a list, whose item 2 is no such object\)"),
     ({}, "chat.jsonl:2: needs .* it has nothing"), ({"chosen": "ab", "rejected": "ac"}, "chat.jsonl:2: needs prompt"),
-    ({"prompt": "a", "chosen": ONE, "rejected": TWO}, "chat.jsonl:2: needs prompt"),
+    *((row, "chat.jsonl:2: chosen and rejected do not begin with the same prompt, as they must if prompt is not a list")
+      for row in ({"prompt": "u", "chosen": ONE, "rejected": TWO}, {"chosen": ONE, "rejected": TWO},
+                  {"prompt": "a", "chosen": ASK + ONE, "rejected": ASK + TWO},
+                  {"chosen": ASK + ONE, "rejected": [{"role": "user", "content": "u "}] + ONE},
+                  {"chosen": SYSTEM + ASK + ONE, "rejected": SYSTEM + [{"role": "user", "content": "u "}] + ONE})),
     ({"prompt": "a", "chosen": "b", "rejected": ""}, "chat.jsonl:2: rejected: the completion is empty"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chat.jsonl:2: chosen and rejected are equal"),
     ({"chosen": ASK + ONE, "rejected": ASK + ONE}, "chat.jsonl:2: chosen and rejected are equal"),
