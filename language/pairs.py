@@ -9,7 +9,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,8 @@ def create_datasets(name: str, path: str, tokenizer: str | None, length: int, co
     """
     coder, sets = Published(tokenizer) if tokenizer else Bytes(), []
     for kind, rows, most in zip(KINDS, read(name, path), (count, count and -(-count // 8))):
-        pairs = [check(where, encode(where, row, coder), length, too_long, vocabulary) for where, row in rows]
+        pairs = [check(where, encode(where, row, coder, length + 1), length, too_long, vocabulary)
+                 for where, row in rows]
         kept = [pair for pair in pairs if pair]
         if not kept:
             raise UsageError(f"--length {length}: there are {len(pairs)} pairs for {kind}, and none fits")
@@ -180,36 +181,34 @@ def is_chat(row: dict[str, Any]) -> bool:
     return not (isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str))
 
 
-def encode(where: str, row: dict[str, Any], coder: Bytes | Published) -> Pair:
-    """Return the tokens of a row of a file, and which of them count; raise UsageError, naming `where`, if none can."""
+def encode(where: str, row: dict[str, Any], coder: Bytes | Published, most: float = math.inf) -> Pair:
+    """Return the tokens of a row of a file, and which of them count; raise UsageError, naming `where`, if none can.
+
+    After the first `most` tokens, an answer need not count: looking for each would make long chats slow.
+    """
     if not is_chat(row):
         if not row["completion"]:
             raise UsageError(f"{where}: the completion is empty")
         whole = row["prompt"] + row["completion"]
         whole += "" if row["completion"].endswith(coder.end) else coder.end
-        return _count(coder, whole, [(row["prompt"], whole)], chat=False)
+        return _count(coder, whole, [(row["prompt"], whole)], False, most)
     before: Any = [] if "messages" in row else row.get("prompt")
     after: Any = row["messages"] if "messages" in row else row.get("completion")
     if not are_messages(before) or not are_messages(after):
         raise UsageError(f"{where}: needs messages, a list of objects with the texts role and content, or prompt and "
                          f"completion; it has {fields(row)}")
     messages = before + (after[len(before):] if after[:len(before)] == before else after)
+    answers = [number for number in range(len(before), len(messages)) if messages[number]["role"] == "assistant"]
     try:
-        whole, spans = coder.render(messages, False), []
-        for number in range(len(before), len(messages)):
-            if messages[number]["role"] == "assistant":
-                if not messages[number]["content"]:
-                    raise ValueError(f"message {number + 1}: the answer is empty")
-                asked, answered = coder.render(messages[:number], True), coder.render(messages[:number + 1], False)
-                if not answered.startswith(asked) or not whole.startswith(answered):
-                    raise ValueError(f"message {number + 1}: to ask for this answer, the chat template writes a text "
-                                     "that the whole chat does not contain, so training would differ from sampling")
-                spans.append((asked, answered))
-        if not spans:
+        whole = coder.render(messages, False)
+        if not answers:
             raise ValueError("no message of the assistant, so no answer")
+        for number in answers:
+            if not messages[number]["content"]:
+                raise ValueError(f"message {number + 1}: the answer is empty")
+        return _count(coder, whole, _spans(coder, whole, messages, answers), True, most)
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
-    return _count(coder, whole, spans, chat=True)
 
 
 def ask(where: str, row: dict[str, Any], coder: Bytes | Published, vocabulary: int | None) -> list[int]:
@@ -248,17 +247,31 @@ def _type(value: Any) -> str:
         type(value), "null" if value is None else "an object")
 
 
-def _count(coder: Bytes | Published, whole: str, spans: list[tuple[str, str]], chat: bool) -> Pair:
+def _spans(coder: Bytes | Published, whole: str, messages: Messages, answers: list[int]) -> Iterator[tuple[str, str]]:
+    """Yield the beginnings of a chat that end before and after each of the messages with the numbers `answers`."""
+    for number in answers:
+        asked, answered = coder.render(messages[:number], True), coder.render(messages[:number + 1], False)
+        if not answered.startswith(asked) or not whole.startswith(answered):
+            raise ValueError(f"message {number + 1}: to ask for this answer, the chat template writes a text that the "
+                             "whole chat does not contain, so training would differ from sampling")
+        yield asked, answered
+
+
+def _count(coder: Bytes | Published, whole: str, spans: Iterable[tuple[str, str]], chat: bool, most: float) -> Pair:
     """Return the tokens of `whole`; those between the two texts of a span, with which it begins, count.
 
-    If a token spans the end of a prompt, it counts.
+    If a token spans the end of a prompt, it counts. No span is read after the first that begins after `most` tokens.
     """
     tokens = coder.encode(whole, chat)
-    places = [[_shared(tokens, coder.encode(words, chat)) for words in span] for span in spans]
     counted = [False] * len(tokens)
-    for start, end in places:
+    prompts = []
+    for span in spans:
+        start, end = (_shared(tokens, coder.encode(words, chat)) for words in span)
         counted[start:end] = [True] * (end - start)
-    return tokens, counted, places[0][0]
+        prompts.append(start)
+        if start >= most:
+            break
+    return tokens, counted, prompts[0]
 
 
 def _shared(one: list[int], other: list[int]) -> int:

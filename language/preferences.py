@@ -169,7 +169,7 @@ def _encode(where: str, row: dict[str, Any], coder: pairs.Bytes | pairs.Publishe
     two = []
     for name in ("chosen", "rejected"):
         place = f"{where}: {name}"
-        pair = pairs.encode(place, {"prompt": row["prompt"], "completion": row[name]}, coder)
+        pair = pairs.encode(place, {"prompt": row["prompt"], "completion": row[name]}, coder, length + 1)
         two.append(pairs.check(place, pair, length, too_long, vocabulary))
     if two[0] is None or two[1] is None:
         return None

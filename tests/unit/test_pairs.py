@@ -143,6 +143,17 @@ def test_a_pair_that_is_too_long_is_dropped_or_cut(tmp_path):
         read(path, length=1)
 
 
+def test_a_long_chat_is_read_only_as_far_as_a_window_reaches(monkeypatch):
+    coder, seen = pairs.Bytes(), []
+    monkeypatch.setattr(coder, "render", lambda messages, ask: (seen.append(len(messages)),
+                                                                pairs.Bytes.render(coder, messages, ask))[1])
+    row = {"messages": CHAT[1:3] * 500}
+    tokens, counted, prompt = pairs.encode("here", row, coder, 60)  # 21 bytes for a question and its answer
+    assert len(seen) == 1 + 2 * 4 and len(tokens) == 21 * 500 == len(counted) and prompt == 17
+    everything = pairs.encode("here", row, coder)
+    assert (tokens, counted[:60]) == (everything[0], everything[1][:60]) and sum(everything[1]) == 4 * 500
+
+
 def test_a_token_beyond_the_vocabulary_is_named_with_its_line(tmp_path):
     path = write(tmp_path, {"prompt": "\x01", "completion": "\x05"}, {"prompt": "\x01", "completion": "\x06"})
     with pytest.raises(UsageError, match="chat.jsonl:2: has token 6, and the model's vocabulary ends at 5"):
