@@ -328,13 +328,24 @@ def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     row = json.loads(line)
                     if not isinstance(row, dict):
                         raise ValueError("is not a JSON object")
-                    if lone := re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
-                        raise ValueError(f"has {lone[0]!r}, half of a character (a lone surrogate); remove it, or "
-                                         "export the text as UTF-8")
+                    if "\\u" in line:  # UTF-8 itself has no lone surrogates
+                        _require_whole(row)
                     yield f"{path}:{number}", row
+    except UnicodeEncodeError as error:
+        raise UsageError(f"--data-path: {path}:{number}: has {error.object[error.start]!r}, half of a character (a "
+                         "lone surrogate); remove it, or export the text as UTF-8") from None
     except (ValueError, OSError) as error:
         place = path if isinstance(error, (OSError, UnicodeDecodeError)) else f"{path}:{number}"
         raise UsageError(f"--data-path: {place}: {reason(error)}") from None
+
+
+def _require_whole(value: Any) -> None:
+    """Raise UnicodeEncodeError if a text in a row has half of a character; this is faster than json.dumps()."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            _require_whole(each)
 
 
 def sum_loss(logits: Tensor, targets: Tensor) -> Tensor:

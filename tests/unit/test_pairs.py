@@ -43,6 +43,7 @@ CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"
 @pytest.mark.parametrize(("row", "text", "counted"), [
     ({"prompt": "2+2=", "completion": "four"}, "2+2=four", "four\0"),
     ({"prompt": "", "completion": "all"}, "all", "ll\0"),  # no token precedes the first one
+    ({"prompt": "\N{GRINNING FACE}", "completion": r"\ud83d"}, "\N{GRINNING FACE}\\ud83d", "\\ud83d\0"),  # no halves
     ({"prompt": "ends", "completion": "with\0"}, "endswith", "with\0"),
     ({"messages": CHAT}, "system\ns\0user\nu\0assistant\none\0user\nw\0assistant\ntwo", "one\0two\0"),
     ({"prompt": CHAT[:4], "completion": CHAT[4:]}, "system\ns\0user\nu\0assistant\none\0user\nw\0assistant\ntwo",
@@ -102,6 +103,7 @@ def test_hits_are_counted():
      r"completion \(null\), b \(true or false\), c \(an object\), e \(empty\)$"),
     ({"messages": [*CHAT, {"role": "user", "content": None}]}, r"messages \(a list, whose item 6 is no such object\)"),
     ({"prompt": "a", "completion": "b\ud83d"}, r"chat.jsonl:2: has '\\ud83d', half of a character"),
+    ({"messages": [{"role": "user", "content": "\udc00"}]}, r"chat.jsonl:2: has '\\udc00', half of a character"),
     ({"messages": [CHAT[1], {"role": "assistant", "content": "a\0b"}]}, "chat.jsonl:2: message 2: has a zero byte"),
     ({}, "chat.jsonl:2: needs .* it has nothing"), ({"prompt": "a"}, "chat.jsonl:2: needs .* it has prompt"),
     ({"prompt": "a", "completion": ""}, "chat.jsonl:2: the completion is empty"),
