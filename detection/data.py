@@ -335,16 +335,20 @@ def _without_outlines(each: dict) -> dict:
     return each
 
 
-def _by_id(file: Path, content: Any, kind: str, *fields: str) -> dict[Any, dict]:
-    """Return one of the lists in a COCO file by id; raise UsageError if an id is there twice or a field is missing."""
-    found: dict[Any, dict] = {}
+def _checked(file: Path, content: Any, kind: str, *fields: str) -> list[dict]:
+    """Return one of the lists in a COCO file; raise UsageError if a field is missing or an id is there twice.
+
+    Different annotations may have the same id, which nothing here uses: some programs number those of each image.
+    """
+    seen: dict[Any, dict] = {}
     for number, each in enumerate(content[kind]):
         for field in ("id", *fields):
             if each.get(field) is None:
                 raise UsageError(f"{file}: {kind}[{number}] has no {field}; see cocodataset.org/#format-data")
-        if found.setdefault(each["id"], each) is not each:
+        first = seen.setdefault(each["id"], each)
+        if first is not each and (kind != "annotations" or first == each):
             raise UsageError(f"{file}: two {kind} have the id {each['id']!r}; make the ids unique")
-    return found
+    return content[kind]
 
 
 def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
@@ -354,22 +358,22 @@ def _read_coco(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
     file, images, where = files[0], folder / files[0].stem.removeprefix("instances_"), "the file"
     content = _read(file, functools.partial(json.loads, object_hook=_without_outlines))
     try:
-        categories = _by_id(file, content, "categories", "name")
-        known = {label: str(each["name"]).strip() for label, each in sorted(categories.items())}
+        categories = _checked(file, content, "categories", "name")
+        known = {each["id"]: str(each["name"]).strip() for each in sorted(categories, key=lambda each: each["id"])}
         samples: dict[Any, tuple] = {
-            label: (_image(title := f"{file}, image {label}", images, each["file_name"]), title, [],
-                    each.get("width"), each.get("height"))
-            for label, each in _by_id(file, content, "images", "file_name").items()}
-        annotations, empty = _by_id(file, content, "annotations", "image_id", "category_id", "bbox"), []
-        for label, each in annotations.items():
-            where = f"annotation {label}"
+            each["id"]: (_image(title := f"{file}, image {each['id']}", images, each["file_name"]), title, [],
+                         each.get("width"), each.get("height"))
+            for each in _checked(file, content, "images", "file_name")}
+        annotations, empty = _checked(file, content, "annotations", "image_id", "category_id", "bbox"), []
+        for each in annotations:
+            where = f"annotation {each['id']}"
             for field, kind, ids in ("image_id", "images", samples), ("category_id", "categories", known):
                 if each[field] not in ids:
                     alike = [f" ({kind} has {label!r})" for label in ids if str(label) == str(each[field])]
                     raise UsageError(f"{file}, {where}: {field} {each[field]!r} is not the id of one of the {kind}"
                                      f"{''.join(alike)}; correct it")
             if len(each["bbox"]) == 4 and 0 in each["bbox"][2:]:  # COCO has a few
-                empty.append(label)
+                empty.append(each["id"])
             else:
                 box = each["category_id"], _is_true(each.get("iscrowd")), *each["bbox"]
                 samples[each["image_id"]][2].append(box)

@@ -232,6 +232,12 @@ def test_boxes_of_coco_without_area_are_left_out_and_counted(tmp_path, capsys):
         f"{tmp_path / JSON}: 1 of 3 boxes have a width or height of 0 and are left out; first: annotation 3")
 
 
+def test_different_annotations_of_coco_may_have_the_same_id(tmp_path):
+    content = coco(annotation(1, 5, 1, 2, 3, 4), annotation(1, 3, 1, 2, 3, 4), annotation(1, 5, 1, 2, 3, 4, image=8))
+    write_set(tmp_path, "coco", **{JSON: json.dumps(content)})
+    assert [len(rows) for _, rows, _ in data.create_datasets("coco", tmp_path, 96, 0)[0].samples] == [2, 1]
+
+
 def test_lists_of_voc_may_have_paths_and_xml_may_lack_the_file_name(tmp_path):
     """As darknet's lists."""
     boxes = BOX, voc_object("cat", 1, 1, 9, 9)
