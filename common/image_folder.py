@@ -110,9 +110,10 @@ def _parts(names: Sequence[str]) -> list[str]:
     A single one may be a class, such as a train among other vehicles.
     """
     words = {name: {word.lower() for word in WORDS.findall(name)} & SPLITS for name in names}
-    similar = [name for name in names if words[name]]
-    trains = any(found & {"train", "training"} for found in words.values())
-    found = similar if trains and len(similar) > len(names) / 2 else [name for name in names if name.lower() in PARTS]
+    similar, trains = [name for name in names if words[name]], {"train", "training"}
+    used = set().union(*words.values())
+    both = used & trains and used - trains  # freight_train and passenger_train may be classes
+    found = similar if both and len(similar) > len(names) / 2 else [name for name in names if name.lower() in PARTS]
     return found if len(found) > 1 else []
 
 
@@ -123,17 +124,21 @@ def _subfolders(path: Path) -> list[str]:
 def _samples(path: Path, classes: list[str]) -> list[tuple[str, int]]:
     labels = {name: label for label, name in enumerate(classes)}
     files, first = find_files(path), len(os.path.join(path, ""))
-    paths = [file[first:].split(os.sep) for file in files]
-    names = [normalize("NFC", below[0]) for below in paths]  # macOS: an accent is a letter
-    samples = [(file, labels[name]) for file, name in zip(files, names) if name in labels]
+    samples, inner = [], set()
+    for file in files:
+        name, *below = file[first:].split(os.sep, 2)
+        name = normalize("NFC", name)  # macOS: an accent is a letter
+        if name in labels:
+            samples.append((file, labels[name]))
+            inner.update(below[:-1])
     if len(samples) < len(files) and is_main_process():
         print(f"{path}: {len(files) - len(samples)} images are in no class folder, so not used")
-    if inner := sorted({below[1] for below, name in zip(paths, names) if name in labels and len(below) > 2}):
-        if parts := _parts(inner):
+    if inner:
+        if parts := _parts(sorted(inner)):
             raise UsageError(f"--data-path {path}: classes are divided into {' and '.join(parts[:4])}; --dataset "
                              "folder needs one subfolder per class, or train/ and val/ with these")
         if is_main_process():
-            print(f"{path}: images in subfolders of the classes are used, too: {', '.join(inner[:8])}")
+            print(f"{path}: images in subfolders of the classes are used, too: {', '.join(sorted(inner)[:8])}")
     if empty := set(range(len(classes))) - {label for _, label in samples}:
         raise UsageError(f"--data-path {path}: class {classes[min(empty)]!r} has no images ({' '.join(EXTENSIONS)})")
     return samples

@@ -73,9 +73,10 @@ def find_files(folder: str | os.PathLike[str]) -> list[str]:
         found = list(find(folder))
     except OSError as error:
         raise UsageError(f"{error.filename}: {reason(error)}") from None
-    left = [f"{count} {kind or 'without one'}" for kind, count in others.items() if kind not in (".txt", ".md")]
+    left = [f"{count} {kind or 'without an extension'}" for kind, count in others.items()
+            if kind not in (".txt", ".md")]
     if left and is_main_process():
-        print(f"{folder}: files with these extensions are not used: {', '.join(left)}")
+        print(f"{folder}: these files are not used: {', '.join(left)}")
     return found
 
 

@@ -112,7 +112,7 @@ def test_folders_of_systems_are_no_classes_and_images_outside_of_classes_are_cou
         "ash/0.jpg", "ash/1.jpg", "ash/2.jpg", "ash/3.jpg", "oak/0.bmp", "oak/0.gif", "oak/0.jfif", "oak/0.jpe",
         "oak/0.tif", "oak/0.tiff"]
     assert capsys.readouterr().out.splitlines() == [
-        f"{folder}: files with these extensions are not used: 1 without one, 1 .heic",
+        f"{folder}: these files are not used: 1 without an extension, 1 .heic",
         f"{folder}: 1 images are in no class folder, so not used"]
 
 
@@ -168,7 +168,8 @@ def test_a_class_may_be_spelled_in_two_ways(tmp_path):
 
 def test_a_class_may_have_the_name_of_a_part(tmp_path):
     """A train, for example, among other vehicles."""
-    for classes in (["bus", "train"], ["test_negative", "test_positive"], ["train_interior", "valley", "wheat_field"]):
+    for classes in (["bus", "train"], ["test_negative", "test_positive"], ["train_interior", "valley", "wheat_field"],
+                    ["freight_train", "passenger_train", "tram"]):
         names = [f"{classes[0]}/{name}/{n}.png" for name in classes for n in range(5)]
         folder = write_images(tmp_path, *names) / classes[0]
         assert datasets.create_datasets("folder", folder, 0)[0].classes == classes

@@ -317,7 +317,7 @@ def test_only_image_files_count_through_links_too(tmp_path, capsys):
     expected = ["b/1 ä.PNG", "b/2.jpg", "broken.jpg", "folder.jpg/3.webp", "link.jpg", "linked/5.jpeg"]
     assert find_files(folder) == [str(folder / name) for name in expected]
     said, = capsys.readouterr().out.splitlines()
-    assert said == f"{folder}: files with these extensions are not used: 1 without one, 2 .heic, 1 .npy"
+    assert said == f"{folder}: these files are not used: 1 without an extension, 2 .heic, 1 .npy"
     find_files(folder / "linked")
     assert not capsys.readouterr().out
     (folder / "b" / "round").symlink_to(folder)
