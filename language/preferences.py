@@ -153,8 +153,8 @@ def _split(where: str, row: dict[str, Any]) -> dict[str, Any]:
         texts = [message["content"] for message in prompt if message["role"] == "user"]
         roles = [message["role"] for message in chosen[:1] + rejected[:1]]
         if not prompt or row.get("prompt") not in (None, *texts) or "user" in roles or "system" in roles:
-            raise UsageError(f"{where}: chosen and rejected do not begin with the same prompt, as they must if prompt "
-                             "is not a list of messages")
+            raise UsageError(f"{where}: chosen and rejected must begin with the same prompt; if prompt is a text, it "
+                             "must be one of the user's messages there")
         row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     parts = [row.get(name) for name in ("prompt", "chosen", "rejected")]
     if not all(isinstance(part, str) for part in parts) and not all(map(pairs.are_messages, parts)):

@@ -175,7 +175,7 @@ def _documents(path: Path) -> list[bytes]:
     if not files:
         raise UsageError(f"--data-path: {path}: the folder has no files that end in .txt")
     if not texts:
-        raise UsageError(f"--data-path: {path}: no text: empty: {', '.join(file.name for file in files)}")
+        raise UsageError(f"--data-path: {path}: no text; empty files: {', '.join(file.name for file in files[:8])}")
     if len(texts) > 1 and is_main_process():
         names, sizes, cut = list(texts), list(map(len, texts.values())), _cut(texts)
         train, val = (f"{' to '.join(dict.fromkeys((names[part][0], names[part][-1])))} ({sum(sizes[part]):,} bytes)"

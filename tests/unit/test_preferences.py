@@ -53,7 +53,7 @@ def test_each_answer_follows_the_prompt_and_alone_counts(tmp_path, row, wanted):
     ({"prompt": "a", "chosen": 4, "rejected": ASK + ["b"]},
      r"chat.jsonl:2: needs .*, chosen \(a number\), rejected \(a list, whose item 2 is no such object\)"),
     ({}, "chat.jsonl:2: needs .* it has nothing"), ({"chosen": "ab", "rejected": "ac"}, "chat.jsonl:2: needs prompt"),
-    *((row, "chat.jsonl:2: chosen and rejected do not begin with the same prompt, as they must if prompt is not a list")
+    *((row, "chat.jsonl:2: chosen and rejected must begin with the same prompt; if prompt is a text, it must be one")
       for row in ({"prompt": "u", "chosen": ONE, "rejected": TWO}, {"chosen": ONE, "rejected": TWO},
                   {"prompt": "a", "chosen": ASK + ONE, "rejected": ASK + TWO},
                   {"chosen": ASK + ONE, "rejected": [{"role": "user", "content": "u "}] + ONE},

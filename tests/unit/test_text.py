@@ -64,9 +64,9 @@ def test_a_folder_without_text_is_named(tmp_path):
         text.create_datasets("text", tmp_path, 4, 8, seed=0)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).touch()
-    with pytest.raises(UsageError, match=f"^--data-path: {tmp_path}: no text: empty: a.txt, b.txt$"):
+    with pytest.raises(UsageError, match=f"^--data-path: {tmp_path}: no text; empty files: a.txt, b.txt$"):
         text.create_datasets("text", tmp_path, 4, 8, seed=0)
-    with pytest.raises(UsageError, match="^--data-path: .*a.txt: no text: empty: a.txt$"):
+    with pytest.raises(UsageError, match="^--data-path: .*a.txt: no text; empty files: a.txt$"):
         text.create_datasets("text", tmp_path / "a.txt", 4, 8, seed=0)
 
 
