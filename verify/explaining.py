@@ -322,6 +322,8 @@ def samples(diff):
     if one == two:
         return f"{fact}; all steps together read the same samples, in a different order"
     if sum(picked(diff.a.run, diff.step)) and picked(diff.a.run, diff.step) == picked(diff.b.run, diff.step):
+        if ours & theirs:  # they may be places in two subsets
+            return f"{fact}; the indices agree, so the datasets differ, or only some samples have different values"
         return f"{fact}; the indices agree, so the same samples have different values"
     labels = [[sorted(label for state in side.run.states(step) for label in state["labels"]) for step in diff.steps]
               for side in diff.sides]
@@ -364,7 +366,9 @@ def buffers(diff):
         for rank, state in zip(side.run.ranks, side.states):
             if found := apart(first, state["unoptimized"], EQUAL, ("buffer", "average", "other")):
                 fact = f"{found[0]} on rank {rank} of {side.label} differs from that on rank 0 of A"
-                return fact + where(found[0], diff.a.states, diff.b.states)
+                fact += where(found[0], diff.a.states, diff.b.states)
+                copied = not diff.step and found[0].startswith("average")  # before the first step: from the weights
+                return ("start", fact) if copied else fact
 
 
 def where(name, *runs):

@@ -233,8 +233,12 @@ def distinct(states):
 
 
 def together(states, when):
-    """Return whether some parameters, the same ones on each rank, are equal on all ranks before or after a step."""
-    return all(same_probes(states[0].get(when), state.get(when)) for state in states)
+    """Return whether some parameters, the same ones on each rank, are equal on all ranks before or after a step.
+
+    What is NaN or infinite on all ranks has not met: it may have diverged in different ways.
+    """
+    finite = all(math.isfinite(value) for _, _, digest in states[0].get(when) or () for value in digest)
+    return finite and all(same_probes(states[0].get(when), state.get(when)) for state in states)
 
 
 def same_probes(ours, theirs):

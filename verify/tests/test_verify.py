@@ -1,5 +1,6 @@
 """verify names the step, parameter and cause of a difference in records of small loops, forked from one process."""
 import json
+import math
 import os
 import re
 import shlex
@@ -561,6 +562,44 @@ def test_weights_that_are_averaged_after_each_step_are_no_gradients(met, verdict
     assert (report["verdict"], report["cause"]) == (verdict, "not-averaged" if met == 2.0 else None), report
 
 
+def test_ranks_that_diverge_have_not_met():
+    """They train apart, and NaN is no weight that they share."""
+    step = made("A", [("w", [2])]).states(0)[0]
+    ranks = [[{**step, "before": [["w", [2], [before] * 3]], "after": [["w", [2], [after] * 3]]}
+              for before, after in ((0.0, value), (math.nan, math.nan))] for value in (0.5, 1.5)]
+    run = Run("B", [*enumerate(ranks)])
+    assert run.trains_apart() == (math.inf, [])
+
+
+@pytest.mark.parametrize(("step", "cause"), [(0, "start"), (1, "buffers")])
+def test_a_copy_that_differs_before_the_first_step_is_a_weight_that_starts_apart(step, cause):
+    """Such as a target network that is copied before DDP sends the weights of rank 0."""
+    average = [{"unoptimized": [["average of w", [1], [size] * 3]]} for size in (1.0, 2.0)]
+    a, b = differing({"losses": [1.5]} | average[0], *average)
+    difference = Difference(a, b, 0, "grad", match(a.at(0)[1], b.at(0)[1]))
+    difference.step = step
+    assert difference.explain()[0] == cause
+
+
+def test_an_average_that_differs_comes_before_a_rate_that_follows_from_it():
+    """As if only rank 0 updated it, and the scheduler took its loss."""
+    step = made("A", [("w", [2])]).states(0)[0]
+
+    def run(label, average, rate):
+        return Run(label, [(0, [step, {**step, "rows": [["w", [2], [0.0] * 3, [rate], [1.0] * 3, [1.0] * 3]],
+                                       "unoptimized": [["average of w", [2], [average] * 3]]}])])
+
+    for average, cause in ((1.0, "learning-rate"), (2.0, "buffers")):
+        report = compare_runs(run("A", 1.0, 0.1), run("B", average, 0.2))
+        assert (report["verdict"], report["cause"]) == ("different", cause), report
+
+
+@pytest.mark.parametrize(("other", "said"), [(3.0, "so the datasets differ, or only some samples"), (1.0, "")])
+def test_indices_of_two_subsets_are_not_taken_for_equal_samples(other, said):
+    report = compare_runs(*differing(batch(1.0, 2.0, indices=[0, 1]), batch(1.0, other, indices=[0, 1])))
+    assert report["cause"] == "samples" and said in report["message"]
+
+
 @pytest.mark.parametrize(("a", "b", "cut", "cause", "said"), [
     ([1.0, 2.0], [[1.0, 2.0], [1.0, 3.0]], 1, "not-averaged", "equal on the ranks of B in the first call"),
     ([1.0, 2.0], [[1.0, 3.0], [1.0, 3.0]], 1, "optimizer", "equal on A and B in the first call"),
@@ -754,6 +793,14 @@ def test_copies_of_the_model_must_start_equal_on_all_ranks():
     for rank, state in enumerate(run.states(0)):
         state["unoptimized"] = [["average of w", [2], [1.0 + rank] * 3]]
     assert "copies of the model differ, such as average of w" in replicas(run, LIMITS["own"])[1]
+
+
+@pytest.mark.parametrize(("grad", "cause"), [(1.0, "start"), (2.0, None)])
+def test_equal_gradients_show_that_weights_which_start_apart_are_replicas(grad, cause):
+    """Without DDP, other weights may be parts of a tensor, whose gradients differ."""
+    ranks = [[("w", [2], [1.0] * 3, [1.0] * 3, [1.0] * 3), ("v", [2], [start] * 3, [size] * 3, [1.0] * 3)]
+             for start, size in ((1.0, 1.0), (2.0, grad))]
+    assert (replicas(made("the run", *ranks), LIMITS["own"]) or (None,))[0] == cause
 
 
 def test_a_loader_that_is_created_anew_is_known_by_its_dataset():
