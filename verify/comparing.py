@@ -167,8 +167,10 @@ def refuse(report, reason, step=None):
 def unoptimized_differ(a, b, limit, again=False):
     """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
-    Return (evidence, step, name, difference) or None. Only tensors with equal names and shapes are compared.
+    Return (evidence, step, name, difference) of the earliest difference, or None. Only tensors with equal names and
+    shapes are compared.
     """
+    answers = []
     pairs = [("differs between A and B, though all parameters are the same", min(a.ranks), min(b.ranks), a, b, KEPT)]
     pairs += [(f"differs between ranks 0 and {rank} of {run.label}", min(run.ranks), rank, run, run, "average of")
               for run in (a, b) for rank in [*run.ranks][1:]]
@@ -178,7 +180,9 @@ def unoptimized_differ(a, b, limit, again=False):
                 states = ([{"unoptimized": next(itertools.islice(part.unoptimized(rank), number, None), found[0])}
                            for rank in part.ranks] for part in (a, b))
                 ranks = where(differs[0], *states) if kind == KEPT else ""
-                return f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs
+                answers.append((f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs))
+                break
+    return min(answers, key=lambda answer: answer[1], default=None)
 
 
 def metrics(text):

@@ -594,6 +594,19 @@ def test_an_average_that_differs_comes_before_a_rate_that_follows_from_it():
         assert (report["verdict"], report["cause"]) == ("different", cause), report
 
 
+def test_the_earliest_difference_of_an_average_is_reported():
+    """As of ranks, before one of rank 0 and the other run that follows from it."""
+    step = made("A", [("w", [2], [0.0] * 3, [1.0] * 3, [1.0] * 3)]).states(0)[0]
+
+    def run(label, *ranks):
+        return Run(label, [(rank, [{**step, "unoptimized": [["average of w", [2], [size] * 3]]} for size in sizes])
+                           for rank, sizes in enumerate(ranks)])
+
+    report = compare_runs(run("A", [1.0, 1.0, 1.0]), run("B", [1.0, 1.0, 2.0], [1.0, 4.0, 4.0]))
+    assert (report["cause"], report["step"]) == ("buffers", 1), report
+    assert "differs between ranks 0 and 1 of B" in report["message"]
+
+
 @pytest.mark.parametrize(("other", "said"), [(3.0, "so the datasets differ, or only some samples"), (1.0, "")])
 def test_indices_of_two_subsets_are_not_taken_for_equal_samples(other, said):
     report = compare_runs(*differing(batch(1.0, 2.0, indices=[0, 1]), batch(1.0, other, indices=[0, 1])))
