@@ -91,15 +91,13 @@ class Stream(PairDataset, IterableDataset):
     def __init__(self, pair_list, cuts, share, batch_size):
         super().__init__(pair_list, cuts)
         self.share, self.batch_size, self.held = share, batch_size, {}
-        self.whole_batch = batch_size * reduce.get_world_size()
         self.skip = torch.zeros((), dtype=torch.int64).share_memory_()  # in batches
 
     def __iter__(self):
         shards, order = self._plan(int(self.epoch), int(self.skip))
         wanted = set(order)
         first, stop = min(order, default=0), max(order, default=-1) + 1
-        check = len(self.pair_list) - stop < self.whole_batch  # no later batch reads the rest of the shard
-        stream = zip(range(first, stop), self.pair_list.read(shards, first, stop, check))
+        stream = zip(range(first, stop), self.pair_list.read(shards, first, stop))
         self.held.clear()
         for begin in range(0, len(order), self.batch_size):
             places = order[begin:begin + self.batch_size]

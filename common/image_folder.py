@@ -15,7 +15,8 @@ from .errors import UsageError
 from .images import EXTENSIONS, decode, find_files, is_hidden
 from .reduce import is_main_process
 
-SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval", "pred", "unlabeled"}
+TRAINS = {"train", "training"}
+SPLITS = TRAINS | {"val", "valid", "validation", "test", "testing", "dev", "eval", "pred", "unlabeled"}
 PARTS = SPLITS | {"images", "masks", "labels", "annotations"}  # names of folders that are no classes
 WORDS = re.compile("[A-Z]*[a-z]+|[A-Z]+")  # those of `TrainImages`, `seg_train` and `test1`, too
 
@@ -110,10 +111,10 @@ def _parts(names: Sequence[str]) -> list[str]:
     A single one may be a class, such as a train among other vehicles.
     """
     words = {name: {word.lower() for word in WORDS.findall(name)} & SPLITS for name in names}
-    similar, trains = [name for name in names if words[name]], {"train", "training"}
-    used = set().union(*words.values())
-    both = used & trains and used - trains  # freight_train and passenger_train may be classes
-    found = similar if both and len(similar) > len(names) / 2 else [name for name in names if name.lower() in PARTS]
+    found, used = [name for name in names if words[name]], set().union(*words.values())
+    # freight_train and passenger_train may be classes
+    if not used & TRAINS or not used - TRAINS or len(found) <= len(names) / 2:
+        found = [name for name in names if name.lower() in PARTS]
     return found if len(found) > 1 else []
 
 

@@ -72,7 +72,7 @@ def create_datasets(name: str, path: str | Path, image_size: int, seed: int) -> 
         names = f"{known[moved[0]]!r} in train and {other[moved[0]]!r} in val"
         raise UsageError(f"--data-path {path}: category {moved[0]} is {names}; use the same categories in both")
     for part in train, val:
-        _require_unique(name, part)
+        _require_unique(part)
     index, options = {label: place for place, label in enumerate(known)}, ([*known.values()], image_size, seed)
     train, val = ([_encode(name, index, *sample) for sample in part] for part in (train, val))
     if is_main_process():
@@ -262,14 +262,13 @@ def _report_outside(title: str, samples: list[Sample]) -> None:
         print(f"{title}: {count} of {boxes} boxes reach outside their images and are clipped or dropped; first {first}")
 
 
-def _require_unique(name: str, samples: Iterable[tuple]) -> None:
-    """Raise UsageError if two entries of one image have different boxes or, in "coco", different ids."""
+def _require_unique(samples: Iterable[tuple]) -> None:
+    """Raise UsageError if two entries of one image have different boxes."""
     seen: dict[Path, tuple] = {}
     for image, where, objects, *_ in samples:
         first, known = seen.setdefault(image, (where, objects))
-        if known != objects or name == "coco" and where != first:
-            boxes = "other" if known != objects else "the same"
-            raise UsageError(f"{where}: {first} lists {boxes} boxes for {image}; list an image once, with all boxes")
+        if known != objects:
+            raise UsageError(f"{where}: {first} lists other boxes for {image}; list an image once, with all boxes")
 
 
 def _find(folder: Path, name: str, endings: Sequence[str] = ("", *EXTENSIONS)) -> Path | None:
@@ -309,11 +308,8 @@ def _read_lines(folder: Path, part: str) -> tuple[list[tuple], dict[Any, str]]:
         objects = [(label, False, *corners) for *corners, label in (box.split(",") for box in boxes)]
         where = f"{file}, line {number}"
         if "," in image and not _find(folder, image):  # its end may be a box
-            last = next((field for field in re.findall(r"[^\s,]+", image)[::-1]
-                         if not re.fullmatch(r"[-+.\deE]+", field)), image)
-            wrong = "" if last.lower().endswith(EXTENSIONS) else f": {last!r} is not a number"
-            raise UsageError(f"{where}: no image {folder / image}{wrong}; correct the name or add the file; each box "
-                             "is a space and five numbers, x1,y1,x2,y2,class")
+            raise UsageError(f"{where}: no image {folder / image}; correct the name or add the file; a box is a space "
+                             "and five numbers, x1,y1,x2,y2,class")
         samples += [(_image(where, folder, image), where, objects)] if image else []
     if (folder / "classes.txt").is_file():
         return samples, {str(label): name for label, name in enumerate(_classes(folder, ()))}

@@ -68,14 +68,12 @@ class Published:
             raise UsageError(f"--tokenizer {folder}: no such folder")
         try:
             self.made: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # for a broken file, transformers and tokenizers raise errors of any type
-            raise UsageError(f"--tokenizer {folder}: transformers cannot read it: {reason(error)}") from None
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"--tokenizer {folder}: {reason(error)}") from None
         if self.made.eos_token is None:
             raise UsageError(f"--tokenizer {folder}: has no eos_token, which would end an answer")
         self.vocabulary, self.end, self.end_token = len(self.made), self.made.eos_token, self.made.eos_token_id
-        plain, whole = (self.made("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-        places = (place for place in range(len(whole)) if whole[place:place + len(plain)] == plain)
-        self.start = whole[:next(places, 0)]  # the tokens that it puts before a text
+        self.appends = self.made("a")["input_ids"][-1:] == [self.end_token]  # an end token to each text
 
     def render(self, messages: Messages, ask: bool) -> str:
         from jinja2 import TemplateError  # transformers needs it, too
@@ -90,7 +88,8 @@ class Published:
 
         A chat template has written the special tokens at the start of a `chat`.
         """
-        return ([] if chat else self.start) + self.made(words, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = self.made(words, add_special_tokens=not chat, verbose=False)["input_ids"]
+        return tokens[:-1] if self.appends and not chat else tokens
 
     def decode(self, tokens: list[int]) -> str:
         return self.made.decode(tokens)
@@ -234,17 +233,7 @@ def are_messages(value: Any) -> bool:
 
 def fields(row: dict[str, Any]) -> str:
     """Return the names of the fields of a row, each with the type of its value."""
-    return ", ".join(f"{name} ({_type(value)})" for name, value in row.items()) or "nothing"
-
-
-def _type(value: Any) -> str:
-    if value in ("", [], {}):
-        return "empty"
-    if isinstance(value, list):
-        wrong = [number for number, each in enumerate(value, 1) if not are_messages([each])]
-        return f"a list, whose item {wrong[0]} is no such object" if wrong else "a list of messages"
-    return {str: "a text", bool: "true or false", int: "a number", float: "a number"}.get(
-        type(value), "null" if value is None else "an object")
+    return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing"
 
 
 def _spans(coder: Bytes | Published, whole: str, messages: Messages, answers: list[int]) -> Iterator[tuple[str, str]]:

@@ -178,9 +178,8 @@ def _documents(path: Path) -> list[bytes]:
         raise UsageError(f"--data-path: {path}: no text; empty files: {', '.join(file.name for file in files[:8])}")
     if len(texts) > 1 and is_main_process():
         names, sizes, cut = list(texts), list(map(len, texts.values())), _cut(texts)
-        train, val = (f"{' to '.join(dict.fromkeys((names[part][0], names[part][-1])))} ({sum(sizes[part]):,} bytes)"
-                      for part in (slice(cut), slice(cut, None)))
-        print(f"{path}: training reads {train}, validation {val}")
+        print(f"{path}: training reads {cut} file(s) up to {names[cut - 1]} ({sum(sizes[:cut]):,} bytes), validation "
+              f"{len(names) - cut} from {names[cut]} on ({sum(sizes[cut:]):,} bytes)")
     return list(texts.values())
 
 

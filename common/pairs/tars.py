@@ -68,15 +68,10 @@ class Shards:
     def __len__(self) -> int:
         return sum(size for _, size in self.shards)
 
-    def read(self, shards: Sequence[tuple[str, int]], first: int, stop: int,
-             check: bool = False) -> Iterator[list[tuple[str, bytes]]]:
-        """Yield the pairs `first` to `stop - 1` as two files (name, content); raise ProcessError for a bad shard.
-
-        With `check`, read the last shard to its end to count its pairs, because no other reader does.
-        """
+    def read(self, shards: Sequence[tuple[str, int]], first: int, stop: int) -> Iterator[list[tuple[str, bytes]]]:
+        """Yield the pairs `first` to `stop - 1` as two files (name, content); raise ProcessError for a bad shard."""
         for url, size in shards:
             begin, end = max(first, 0), min(stop, size)
-            last = size if check else end
             first, stop = first - size, stop - size
             if begin >= end:
                 continue
@@ -87,9 +82,9 @@ class Shards:
                         yield pair
                     pair = [_file(url, sample, name) for name in self.names] if begin <= count else None
                 count += 1
-                if count == last < size:  # the rest is for another reader
+                if count == end < size:  # the rest is for another reader
                     break
-            if count != last:  # a tar file that was cut off between two files looks complete
+            if count != end:  # a tar file that was cut off between two files looks complete
                 raise ProcessError(f"{url}: has {count} pairs, but its list says {size}; copy it again")
             if pair:
                 yield pair

@@ -97,11 +97,9 @@ def test_hits_are_counted():
 
 @pytest.mark.parametrize(("row", "said"), [
     ("{'prompt': 1}", "chat.jsonl:2: Expecting property name"), ("[1, 2]", "chat.jsonl:2: is not a JSON object"),
-    ({"text": "a"}, r"chat.jsonl:2: needs messages, .* or prompt and completion; it has text \(a text\)"),
-    ({"prompt": "a", "completion": 4}, r"chat.jsonl:2: needs .* it has prompt \(a text\), completion \(a number\)$"),
-    ({"prompt": "a", "completion": None, "b": True, "c": {"d": 1}, "e": ""},
-     r"completion \(null\), b \(true or false\), c \(an object\), e \(empty\)$"),
-    ({"messages": [*CHAT, {"role": "user", "content": None}]}, r"messages \(a list, whose item 6 is no such object\)"),
+    ({"text": "a"}, r"chat.jsonl:2: needs messages, .* or prompt and completion; it has text \(str\)"),
+    ({"prompt": "a", "completion": 4}, r"chat.jsonl:2: needs .* it has prompt \(str\), completion \(int\)$"),
+    ({"messages": [*CHAT, {"role": "user", "content": None}]}, r"chat.jsonl:2: needs .* it has messages \(list\)$"),
     ({"prompt": "a", "completion": "b\ud83d"}, r"chat.jsonl:2: has '\\ud83d', half of a character"),
     ({"messages": [{"role": "user", "content": "\udc00"}]}, r"chat.jsonl:2: has '\\udc00', half of a character"),
     ({"messages": [CHAT[1], {"role": "assistant", "content": "a\0b"}]}, "chat.jsonl:2: message 2: has a zero byte"),

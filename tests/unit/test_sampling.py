@@ -165,7 +165,7 @@ def test_prompts_end_in_one_column_before_the_room_for_answers(tmp_path):
 
 
 @pytest.mark.parametrize(("row", "options", "said"), [
-    ({"completion": "a"}, {}, r"6: needs a prompt, a text or a list .*; it has completion \(a text\)"),
+    ({"completion": "a"}, {}, r"6: needs a prompt, a text or a list .*; it has completion \(str\)"),
     ({"prompt": "a\udc00"}, {}, r"chat.jsonl:6: has '\\udc00', half of a character"),
     ({"prompt": [{"role": "user", "content": "\0"}]}, {}, "chat.jsonl:6: message 1: has a zero byte"),
     ({"prompt": ""}, {}, "chat.jsonl:6: needs a prompt"), ({"prompt": [{"role": "user"}]}, {}, "chat.jsonl:6: needs a"),

@@ -3,7 +3,6 @@ import io
 import json
 import tarfile
 import threading
-from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -223,18 +222,6 @@ def test_an_epoch_does_not_end_well_with_more_pairs_than_listed(shards):
     assert not stream.ring.slots.is_shared()  # without workers, it needs no shared memory
     with pytest.raises(ProcessError, match=f"{shard}: has 5 pairs, but its list says 4"):
         list(stream)
-
-
-def test_a_shard_is_counted_even_if_its_last_pairs_are_dropped(shards):
-    """But not by a reader whose share ends before the last batch."""
-    listed = {"url": "test-000000.tar", "nsamples": PER_SHARD - 1}
-    (shards / LIST).write_text(json.dumps({"shardlist": [listed]}))
-    found = tars.Shards(str(shards), "test", ("img", "gt"), 3)
-    for batch_size, wrong in (2, True), (1, False):
-        stream = Undecoded(found, pairs.Cuts(0, 1, 0, train=True), range(2), batch_size)
-        stream.ring = pairs.Ring(0, batch_size, 1)
-        with pytest.raises(ProcessError, match="has 4 pairs, but its list says 3") if wrong else nullcontext():
-            list(stream)
 
 
 def test_the_buffer_shuffles_pairs_and_releases_none_before_it_is_read():

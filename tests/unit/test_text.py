@@ -45,7 +45,7 @@ def test_what_is_left_out_of_a_folder_of_texts_is_said(tmp_path, capsys):
     train, val = text.create_datasets("text", tmp_path, 4, 8, seed=0)
     assert len(train.tokens) == len(val.tokens) == 5 * 50 + 1
     assert capsys.readouterr().out == f"{tmp_path}: not used, as it is no .txt file: c.md, and 1 more\n" \
-        f"{tmp_path}: training reads a.txt (250 bytes), validation b.TXT (250 bytes)\n"
+        f"{tmp_path}: training reads 1 file(s) up to a.txt (250 bytes), validation 1 from b.TXT on (250 bytes)\n"
     (tmp_path / "e.txt").mkdir()
     with pytest.raises(UsageError, match=r"^--data-path: .*e\.txt: Is a directory"):
         text.create_datasets("text", tmp_path, 4, 8, seed=0)
@@ -56,7 +56,7 @@ def test_the_files_of_each_part_are_said(tmp_path, capsys):
         (tmp_path / name).write_text("a" * size)
     text.create_datasets("text", tmp_path, 4, 8, seed=0)
     assert capsys.readouterr().out == (
-        f"{tmp_path}: training reads test.txt to train.txt (3,020 bytes), validation val.txt (9 bytes)\n")
+        f"{tmp_path}: training reads 2 file(s) up to train.txt (3,020 bytes), validation 1 from val.txt on (9 bytes)\n")
 
 
 def test_a_folder_without_text_is_named(tmp_path):
