@@ -44,10 +44,10 @@ def replicas(run, limits):
     if not all(together):  # zeros are equal anyway
         split = {number for number, rows in enumerate(groups) if not together[number] or not rows[0].start[0] > 0}
         # parts of a tensor have different gradients, averaged gradients of replicas are equal
-        equal_grads = [rows[0].name for rows, alike in zip(groups, together) if not alike and rows[0].grad[0] > 0 and
-                       worst([(rows[0], row) for row in rows], "grad")[0] <= EQUAL]
-        if first[0]["replicas"] or len(split) == len(groups) or equal_grads:
-            name = equal_grads[0] if equal_grads else groups[together.index(False)][0].name
+        averaged = any(worst([(rows[0], row) for row in rows], "grad")[0] <= EQUAL and rows[0].grad[0] > 0
+                       for rows, alike in zip(groups, together) if not alike)
+        if first[0]["replicas"] or len(split) == len(groups) or averaged:
+            name = groups[together.index(False)][0].name
             return "start", f"the ranks start with different weights, such as {name}", 1
     for state in first[1:] if not split else ():
         if found := apart(first[0]["unoptimized"], state["unoptimized"], EQUAL, "average of"):

@@ -71,6 +71,8 @@ def test_an_end_token_that_the_tokenizer_appends_is_left_out(save, single, start
     assert coder.decode(tokens) == f"{start}2 + 2? four<|end|>" and coder.decode(tokens[:prompt]) == f"{start}2 + 2?"
     assert counted == [False] * prompt + [True] * (len(tokens) - prompt)
     assert pairs.ask("here", {"prompt": "2 + 2?"}, coder, None) == tokens[:prompt]
+    chat, _, _ = pairs.encode("here", {"messages": CHAT}, coder)
+    assert coder.decode(chat) == coder.render(CHAT, False)  # the template has written its end
 
 
 @pytest.mark.parametrize(("template", "rows", "said"), [

@@ -57,6 +57,7 @@ def test_each_answer_follows_the_prompt_and_alone_counts(tmp_path, row, wanted):
       for row in ({"prompt": "u", "chosen": ONE, "rejected": TWO}, {"chosen": ONE, "rejected": TWO},
                   {"prompt": "a", "chosen": ASK + ONE, "rejected": ASK + TWO},
                   {"chosen": ASK + ONE, "rejected": [{"role": "user", "content": "u "}] + ONE},
+                  {"chosen": ASK + SYSTEM + ONE, "rejected": ASK + ONE},
                   {"chosen": SYSTEM + ASK + ONE, "rejected": SYSTEM + [{"role": "user", "content": "u "}] + ONE})),
     ({"prompt": "a", "chosen": "b", "rejected": ""}, "chat.jsonl:2: rejected: the completion is empty"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chat.jsonl:2: chosen and rejected are equal"),

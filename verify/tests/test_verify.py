@@ -585,12 +585,14 @@ def test_an_average_that_differs_comes_before_a_rate_that_follows_from_it():
     """As if only rank 0 updated it, and the scheduler took its loss."""
     step = made("A", [("w", [2])]).states(0)[0]
 
-    def run(label, average, rate):
-        return Run(label, [(0, [step, {**step, "rows": [["w", [2], [0.0] * 3, [rate], [1.0] * 3, [1.0] * 3]],
-                                       "unoptimized": [["average of w", [2], [average] * 3]]}])])
+    def run(label, averages, rate):
+        steps = [{**step, "rows": [["w", [2], [0.0] * 3, [0.1 if number == 0 else rate], [1.0] * 3, [1.0] * 3]],
+                  "unoptimized": [["average of w", [2], [average] * 3]]} for number, average in enumerate(averages)]
+        return Run(label, [(0, steps)])
 
-    for average, cause in ((1.0, "learning-rate"), (2.0, "buffers")):
-        report = compare_runs(run("A", 1.0, 0.1), run("B", average, 0.2))
+    for averages, cause in (([1.0, 1.0, 1.0], "learning-rate"), ([1.0, 1.0, 2.0], "learning-rate"),
+                            ([1.0, 2.0, 2.0], "buffers")):
+        report = compare_runs(run("A", [1.0, 1.0, 1.0], 0.1), run("B", averages, 0.2))
         assert (report["verdict"], report["cause"]) == ("different", cause), report
 
 
@@ -808,11 +810,11 @@ def test_copies_of_the_model_must_start_equal_on_all_ranks():
     assert "copies of the model differ, such as average of w" in replicas(run, LIMITS["own"])[1]
 
 
-@pytest.mark.parametrize(("grad", "cause"), [(1.0, "start"), (2.0, None)])
-def test_equal_gradients_show_that_weights_which_start_apart_are_replicas(grad, cause):
-    """Without DDP, other weights may be parts of a tensor, whose gradients differ."""
+@pytest.mark.parametrize(("grads", "cause"), [((1.0, 1.0), "start"), ((1.0, 2.0), None), ((0.0, 0.0), None)])
+def test_equal_gradients_show_that_weights_which_start_apart_are_replicas(grads, cause):
+    """Without DDP, other weights may be parts of a tensor, whose gradients differ, or are all zero."""
     ranks = [[("w", [2], [1.0] * 3, [1.0] * 3, [1.0] * 3), ("v", [2], [start] * 3, [size] * 3, [1.0] * 3)]
-             for start, size in ((1.0, 1.0), (2.0, grad))]
+             for start, size in zip((1.0, 2.0), grads)]
     assert (replicas(made("the run", *ranks), LIMITS["own"]) or (None,))[0] == cause
 
 
