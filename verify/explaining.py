@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, INPUTS, NOISE, Starts, apart, equal, gap, only_loaders, worst
+from .records import EQUAL, INPUTS, NOISE, Starts, apart, equal, gap, match, only_loaders, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -210,7 +210,8 @@ def clip(diff):
     if diff.factor:
         plain = Fraction(diff.factor).limit_denominator(16)
         if diff.same_loss and (plain == 1 or abs(diff.factor - plain) > EQUAL):
-            return f"{times(diff.factor)}, after equal losses"
+            by_hand = not any(state["clips"] for state in diff.states)
+            return f"{UNSURE * by_hand}{times(diff.factor)}, after equal losses"
         if not same_norm and min(abs(max(diff.factor, 1 / diff.factor) - n) for n in range(2, 65)) < 1e-4:
             return None  # a whole factor, which scales the norms, too
     left, right = ([state["clips"] for state in side.states] for side in diff.sides)
@@ -550,6 +551,16 @@ def parts_of(states, rows):
 def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
     step, cause, message = report["step"] - 1, report["cause"], report["message"]
+    if pairs := after_backward(a, b, step) if cause != "not-averaged" else ():
+        if worst(pairs, "grad")[0] < EQUAL:
+            fact = ("the gradients agree after the last backward pass, so what changes them before the step differs, "
+                    "such as averaging, clipping or scaling by hand")
+            return {**report, "cause": "clip", "message": f"{fact}: {remedy('clip')}"}
+        if cause == "clip":
+            cause, fact = Difference(a, b, step, "grad", pairs).explain()
+            unsure = UNSURE * fact.startswith(UNSURE)
+            fact = f"{unsure}after the last backward pass, {fact.removeprefix(UNSURE)}"
+            return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
     value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
@@ -586,6 +597,30 @@ def trace(report, a, b):
     if cause != report["cause"]:
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}{said}"}
     return {**report, "message": message + f"\n{fact}" * bool(fact) + said}
+
+
+def after_backward(a, b, step):
+    """Return pairs of rows, whose gradients are those after a step's last backward pass, or none if they are not known.
+
+    If the ranks have not averaged them yet, they are means or sums over the ranks.
+    """
+    sides, summed = [], 1
+    for run in (a, b):
+        ranks = [state["rows"] for state in run.at(step)[0]]
+        groups, count = [*zip(*ranks)], len(ranks)  # the replicas of each parameter
+        if run.cut > 1 or len({*map(len, ranks)}) > 1 or not all(
+                row.computed and row.shape == rows[0].shape and equal(row.start, rows[0].start)
+                for rows in groups for row in rows):
+            return []
+        if not all(equal(row.computed, rows[0].computed) for rows in groups for row in rows):
+            summed *= count
+        means = [[sum(values) / count for values in zip(*[row.computed[1:] for row in rows])] for rows in groups]
+        sides.append([rows[0]._replace(grad=[math.hypot(*mean), *mean]) for rows, mean in zip(groups, means)])
+    pairs = match(*sides)
+    factor = common_factor(pairs)[0] if pairs else 0
+    if any(math.isclose(factor, by, rel_tol=EQUAL) for by in (summed, 1 / summed)):
+        pairs = [(one, two._replace(grad=[value / factor for value in two.grad])) for one, two in pairs]
+    return pairs
 
 
 def changed_weights(a, b, step, module):

@@ -3,9 +3,10 @@
 The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
 of training data has delivered its last batch), "saved" (a file of a checkpoint has changed), "end" (the program has
 ended) or "failed". An optimizer's first step follows "parameters": name, shape, initial digest and Part of each one. A
-step follows "rows", which are long: learning rate, digests of the gradient and of the new value, REACHED and number of
-the group for each parameter; `options` of each group; `unoptimized`: the tensors that no optimizer changes, which are
-buffers and averages of the weights; and `states`: what the optimizer keeps for each parameter.
+step follows "rows", which are long: for each parameter, learning rate, digests of the gradient and of the new value,
+REACHED, number of the group, and the digest of the gradient after the last backward pass or null; `options` of each
+group; `unoptimized`: the tensors that no optimizer changes, which are buffers and averages of the weights; and
+`states`: what the optimizer keeps for each parameter.
 """
 import contextlib
 import functools
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import time
+import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -71,7 +73,8 @@ class Recorder:
     def forget(self):
         """Reset all state, as in a new process."""
         self.file, self.count, self.outer, self.depth, self.parameters = None, 0, None, 0, []
-        self.tables, self.optimized, self.hooked, self.reached, self.stale = {}, set(), set(), set(), {}
+        self.tables, self.optimized, self.reached, self.stale = {}, set(), set(), {}
+        self.hooked = weakref.WeakValueDictionary()  # {ID: parameter of an optimizer}
         self.draws, self.modules, self.samples = Draws(), Modules(), Samples(self.write)
         self.files, self.restored = {}, ([], {})
         self.passes = {}  # {optimizer that has stepped: how many backward passes since}
@@ -88,8 +91,13 @@ class Recorder:
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
-        if self.count == self.outputs_at - 1:
+        self.computed = {}  # the gradients after the last backward pass, if shows()
+        if self.shows():
             self.draws.show()
+
+    def shows(self):
+        """Return whether to record the values and draws of this step, too."""
+        return self.count == self.outputs_at - 1
 
     def write(self, event, **values):
         if not self.file:
@@ -137,7 +145,7 @@ class Recorder:
         function(optimizer, group)
         for item in optimizer.param_groups[-1]["params"]:
             if item.is_leaf and item.requires_grad and id(item) not in self.hooked:
-                self.hooked.add(id(item))
+                self.hooked[id(item)] = item
                 item.register_post_accumulate_grad_hook(self.reach_one)
 
     def reach_one(self, parameter):
@@ -202,6 +210,9 @@ class Recorder:
             return function(tensors, *args, **more)
         finally:
             self.samples.settle()
+            if self.shows():
+                self.computed = {key: item.grad.detach().clone() for key, item in self.hooked.items()
+                                 if item.grad is not None}
 
     def index(self, function, iterator):
         return self.samples.index(function, iterator)
@@ -232,7 +243,7 @@ class Recorder:
                 tensors = None
         if module.training and any(word in type(module).__name__ for word in self.resting):
             module.eval()
-        shown = self.count == self.outputs_at - 1 and training
+        shown = self.shows() and training
         if shown:
             if id(module) not in self.modules.names:
                 self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
@@ -282,11 +293,16 @@ class Recorder:
                          parts[:len(grads)] + [parts[number] for number in small] + [None] * len(others))
         self.grads, digests = digests[:len(grads)], digests[len(grads):]
         self.before = self.unoptimized(digests[len(small):]), self.probes(digests)
+        computed = [self.computed.get(id(item)) for item in self.parameters]
+        scaled = any(item.is_enabled() for item in self.modules.scalers)
+        known = self.computed and not scaled and not any(
+            one is None and nonzero(item.grad) for one, item in zip(computed, self.parameters))
+        self.computed = digest(computed, parts) if known else [None] * len(computed)
 
     def reaches(self):
         """Return for each parameter whether it has a gradient, and whether autograd has reached it in this step."""
-        return [MISSING if item.grad is None else UNREACHED if id(item) in self.hooked - self.reached else REACHED
-                for item in self.parameters]
+        return [MISSING if item.grad is None else UNREACHED if id(item) in self.hooked and id(item) not in self.reached
+                else REACHED for item in self.parameters]
 
     def states(self, optimizer):
         """Return {name: digest} of the optimizer's state for each parameter: of its tensors and numbers."""
@@ -349,7 +365,8 @@ class Recorder:
         self.flags |= {str(item.dtype) for item in self.parameters}
         number = [*self.tables].index(optimizer)
         values = digest(self.parameters, parts)
-        self.write("rows", rows=[*zip(self.rates, grads, values, self.reach or self.reaches(), self.groups)],
+        self.write("rows", rows=[*zip(self.rates, grads, values, self.reach or self.reaches(), self.groups,
+                                       self.computed)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
         samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 EQUAL = 1e-6  # two digests are equal up to this relative difference
+DIVERGED = 1e12  # a greater norm of a weight is that of a run that diverges
 NOISE = 1e-6  # a smaller fraction of the norm of all tensors is rounding error
 REACHED = 2  # as in recording.py
 INPUTS = -1  # in place of a loader's number: these samples are inputs of models
@@ -28,6 +29,7 @@ class Row(NamedTuple):
     part: list = None  # if the tensor is split over ranks: an ID of this part, and its share of the tensor
     reach: int = REACHED  # whether autograd has reached it in this step
     options: dict = {}  # {option of its optimizer, such as weight_decay: value as text}, and "group"
+    computed: list = None  # digest of the gradient after the last backward pass, if recorded
 
 
 class Run:
@@ -152,7 +154,7 @@ def load(state):
         with open(state["file"], "rb") as file:
             file.seek(state["place"])
             state = {**json.loads(file.readline()), **state}
-        state["rows"] = [[*fixed[:3], *moving[:3], fixed[3], moving[3], state["options"][moving[4]]]
+        state["rows"] = [[*fixed[:3], *moving[:3], fixed[3], moving[3], state["options"][moving[4]], *moving[5:]]
                          for fixed, moving in zip(state["table"], state["rows"])]
     return {**state, "rows": [Row(*row) for row in state.get("rows", ())]}
 
@@ -235,10 +237,10 @@ def distinct(states):
 def together(states, when):
     """Return whether some parameters, the same ones on each rank, are equal on all ranks before or after a step.
 
-    What is NaN or infinite on all ranks has not met: it may have diverged in different ways.
+    What has diverged on all ranks, to NaN or a huge number, has not met: it may have done so in different ways.
     """
-    finite = all(math.isfinite(value) for _, _, digest in states[0].get(when) or () for value in digest)
-    return finite and all(same_probes(states[0].get(when), state.get(when)) for state in states)
+    sound = all(norm < DIVERGED for _, _, (norm, *_) in states[0].get(when) or ())
+    return sound and all(same_probes(states[0].get(when), state.get(when)) for state in states)
 
 
 def same_probes(ours, theirs):

@@ -34,7 +34,7 @@ MISTAKES = [
     "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch",
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
-    "owned by ranks, scheduler on rank 0"]
+    "sharded, clipped per rank", "sharded, half clipped", "owned by ranks, scheduler on rank 0"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "closure"]
 
 
@@ -227,7 +227,11 @@ def train_in_micro_batches(mistake, rank, world):
                 create_graph = "constant" not in mistake or world == 1
                 grad, = torch.autograd.grad(loss, x, None, True, create_graph)
                 loss = loss + grad.square().sum() / world
-            (loss / 2).backward()
+            (loss / (4 if "half" in mistake and world > 1 else 2)).backward()
+        if last and "clipped" in mistake and world > 1:  # by hand: by each rank's own norm, or to a common one
+            norm = 2.3 if "half" in mistake else sum(item.grad.to_local().square().sum() for item in model.parameters())
+            for item in model.parameters():
+                item.grad *= 1 / norm
         if last:
             optimizer.step()
             optimizer.zero_grad()

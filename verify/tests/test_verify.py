@@ -51,7 +51,8 @@ CAUSES = {
     "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers",
     "batchnorm without backward": "no-backward", "joined, own mean": "uneven-mean", "joined, half of a batch": "loss",
     "augmented, no set_epoch": "set-epoch", "two loaders, own mean": "uneven-mean",
-    "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient"}
+    "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient",
+    "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
          "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
@@ -180,6 +181,28 @@ def test_the_values_of_the_step_say_more(records, mistake, start, said):
     folders = [of_one(records, mistake), records / f"{mistake} on 2"]
     message = trace(verify.compare(*folders), *map(Run.read, folders, "AB"))["message"]
     assert message.startswith(start) and said in message
+
+
+@pytest.mark.parametrize(("mistake", "before", "after", "said"), [
+    ("sharded, clipped per rank", "no-backward", "clip", "the gradients agree after the last backward pass"),
+    ("sharded, half clipped", "clip", "scale", "after the last backward pass, the gradients of B are 0.5 times")])
+def test_what_changes_gradients_by_hand_is_told_from_the_backward_pass(records, mistake, before, after, said):
+    folders = [records / "sharded on 1", records / f"{mistake} on 2"]
+    report = verify.compare(*folders)
+    assert report["cause"] == before and report["message"].startswith("not sure: ")
+    report = trace(report, *map(Run.read, folders, "AB"))
+    assert report["cause"] == after and report["message"].startswith(said), report
+
+
+@pytest.mark.parametrize(("factor", "cause"), [(1.0, "clip"), (0.5, "clip"), (0.7, "unknown")])
+def test_gradients_that_are_averaged_by_hand_are_compared_as_means_or_sums(factor, cause):
+    """The ranks' gradients after the backward pass have the mean 1 or, as parts of a sum, the mean 0.5."""
+    a, b = differing({}, {}, {})
+    digests = [1.0, 1.0, 2.0], [9.0, 0.5 * factor, 3.0 * factor], [7.0, 1.5 * factor, factor]
+    for state, computed in zip(a.states(0) + b.states(0), digests):
+        state["rows"] = [[*row, None, 2, {}, computed] for row in state["rows"]]
+    report = {"step": 1, "cause": "unknown", "message": "evidence"}
+    assert trace(report, a, b)["cause"] == cause
 
 
 @pytest.mark.parametrize(("grad", "cause"), [([1, 0.6, 1.0], "partial"), ([1, 0.6, 1.1], "not-averaged")])
@@ -562,11 +585,12 @@ def test_weights_that_are_averaged_after_each_step_are_no_gradients(met, verdict
     assert (report["verdict"], report["cause"]) == (verdict, "not-averaged" if met == 2.0 else None), report
 
 
-def test_ranks_that_diverge_have_not_met():
-    """They train apart, and NaN is no weight that they share."""
+@pytest.mark.parametrize("end", [math.nan, 1e43])
+def test_ranks_that_diverge_have_not_met(end):
+    """They train apart, and NaN or a huge number is no weight that they share."""
     step = made("A", [("w", [2])]).states(0)[0]
     ranks = [[{**step, "before": [["w", [2], [before] * 3]], "after": [["w", [2], [after] * 3]]}
-              for before, after in ((0.0, value), (math.nan, math.nan))] for value in (0.5, 1.5)]
+              for before, after in ((0.0, value), (end, end))] for value in (0.5, 1.5)]
     run = Run("B", [*enumerate(ranks)])
     assert run.trains_apart() == (math.inf, [])
 
