@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 
 from .comparing import compare, float64_fails, refuse
-from .explaining import CAUSES, UNSURE, draws_that_differ, trace
+from .explaining import CAUSES, UNSURE
 from .records import Run
 from .resuming import LOST, remove, resume
 from .running import printed, record
+from .tracing import draws_that_differ, trace
 from .watching import watch
 
 VERSION = 1  # of the report as JSON, whose fields README.md lists

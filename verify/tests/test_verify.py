@@ -18,19 +18,17 @@ from verify.digests import digest
 from verify.explaining import CAUSES as KNOWN
 from verify.explaining import (
     Difference,
-    draws_that_differ,
-    first_value,
     learning_rate,
     optimizer,
     options_that_differ,
     parts_of,
-    trace,
     unmatched,
 )
 from verify.modules import Modules
 from verify.precision import widened
 from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
 from verify.samples import Samples, by_sample, counts_of, described
+from verify.tracing import draws_that_differ, first_value, trace
 from verify.watching import new_order, one_share, rates, replicas, watch
 
 HERE = Path(__file__).parent

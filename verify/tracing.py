@@ -1,0 +1,186 @@
+"""What first differs in one step, for which both runs have recorded values, draws and gradients, too."""
+import math
+
+from .explaining import UNSURE, Difference, are_inputs, common_factor, read_once, remedy
+from .records import EQUAL, equal, match, worst
+
+INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
+
+
+def trace(report, a, b):
+    """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
+    step, cause, message = report["step"] - 1, report["cause"], report["message"]
+    if cause != "not-averaged" and (answer := before_changes(a, b, step, cause)):
+        cause, fact = answer
+        return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
+    value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
+    kind, module, place = value or ("", "", None)
+    is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
+    draws = without_innocent(draws, a, b, step, value)
+    fact, before = "", {FIRST: ": look before the model", LATER: ", though the outputs before it agree"}
+    if place == SIZES:
+        fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
+                "length, look for a layer that reads padding")
+    elif value:
+        fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
+    changed = unclear and value and not is_input and changed_weights(a, b, step, module)
+    in_model = [site for site in draws if ", module " in site or "(torch." in site]
+    fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
+    if draws and not in_model and (unclear or cause == "random" or fallback):
+        cause, fact = "samples", fact or "the program draws other random numbers for this step"
+    elif changed:
+        cause, fact = changed
+    elif unclear and value and place != SIZES:
+        cause = {INSIDE: "forward", FIRST: "samples", LATER: "loss"}[place] if is_input else "forward"
+    elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
+        fact = ""
+    elif value == ():
+        part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
+        fact = f"the outputs of all modules agree, so the {part} differs"
+        message = message.removeprefix(UNSURE) if cause in ("loss", "not-averaged") else message
+    said = f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
+    if cause != report["cause"]:
+        return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}{said}"}
+    return {**report, "message": message + f"\n{fact}" * bool(fact) + said}
+
+
+def without_innocent(draws, a, b, step, value):
+    """Leave out draws that differ without effect, such as a shuffle of each rank's own share, if samples are equal."""
+    one, two = (read_once(run, step, len(other.samples(step))) for run, other in ((a, b), (b, a)))
+    if not one or not equal(one, two):
+        return draws
+    innocent = [", loader)"]
+    kind, _, place = value or ("", "", None)
+    if value is not None and not ("input" in kind and place == FIRST):
+        innocent.append(", at the start)")  # such as initial weights, which are equal
+        if kind != "input (integers)" or are_inputs(a.states(step) + b.states(step)):  # else, such as negatives
+            innocent.append(", integers)")
+    return [site for site in draws if not site.endswith(tuple(innocent))]
+
+
+def before_changes(a, b, step, cause):
+    """Return the cause and the evidence if the gradients after the last backward pass tell them, else None.
+
+    The program may have changed these gradients before the step. If they agree, this change differs; if they do not,
+    it hides their factor from the rule `clip`.
+    """
+    pairs = after_backward(a, b, step)
+    if pairs and worst(pairs, "grad")[0] < EQUAL:
+        return "clip", ("the gradients agree after the last backward pass, so what changes them before the step "
+                        "differs, such as averaging, clipping or scaling by hand")
+    if pairs and cause == "clip":
+        cause, fact = Difference(a, b, step, "grad", pairs).explain()
+        return cause, UNSURE * fact.startswith(UNSURE) + f"after the last backward pass, {fact.removeprefix(UNSURE)}"
+
+
+def after_backward(a, b, step):
+    """Return pairs of rows, whose gradients are those after a step's last backward pass, or none if they are not known.
+
+    If the ranks have not averaged them yet, they are means or sums over the ranks.
+    """
+    sides, summed = [], 1
+    for run in (a, b):
+        ranks = [state["rows"] for state in run.at(step)[0]]
+        groups, count = [*zip(*ranks)], len(ranks)  # the replicas of each parameter
+        if run.cut > 1 or len({*map(len, ranks)}) > 1 or not all(
+                row.computed and row.shape == rows[0].shape and equal(row.start, rows[0].start)
+                for rows in groups for row in rows):
+            return []
+        if not all(equal(row.computed, rows[0].computed) for rows in groups for row in rows):
+            summed *= count
+        means = [[sum(values) / count for values in zip(*[row.computed[1:] for row in rows])] for rows in groups]
+        sides.append([rows[0]._replace(grad=[math.hypot(*mean), *mean]) for rows, mean in zip(groups, means)])
+    pairs = match(*sides)
+    factor = common_factor(pairs)[0] if pairs else 0
+    if any(math.isclose(factor, by, rel_tol=EQUAL) for by in (summed, 1 / summed)):
+        pairs = [(one, two._replace(grad=[value / factor for value in two.grad])) for one, two in pairs]
+    return pairs
+
+
+def changed_weights(a, b, step, module):
+    """Return the cause and the evidence if a module's weights are equal in its first call of a step, but not later."""
+    theirs, mine = ([[row[5:] for row in state["passed"] if row[:2] == ["weights", module]]
+                     for state in run.at(step)[0]] for run in (a, b))
+    for cause, who, ranks in (("not-averaged", "the ranks of B", mine), ("not-averaged", "the ranks of A", theirs),
+                              ("optimizer", "A and B", [theirs[0], mine[0]])):
+        alike = [all(equal(calls[0], other) for other in calls) for calls in zip(*ranks)]
+        if not all(alike) and alike[0]:
+            gradients = " from gradients that are not averaged" * (cause == "not-averaged")
+            return cause, (f"the weights of {module} are equal on {who} in the first call, but not in a later one: "
+                           f"something, such as SAM, has changed them in between{gradients}")
+
+
+def first_value(a, b, step):
+    """Return (kind, module, place) of the first input or output that differs in a step, () if none does, else None.
+
+    Both runs must have recorded them. Two values are equal if their sums over ranks and micro-batches are equal, or if
+    each rank has the whole value. Values whose widths or sizes differ are slices or padded, and are not compared.
+    `place` is 0 inside a model, 1 for the first models, 2 for a model or loss that follows the output of another one,
+    and SIZES if no value differs, but the size of a model's output does.
+    """
+    if min(a.length, b.length) <= step:
+        return None
+    left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
+    other = other_modules(a, b, step)
+    place, unlike, shared = FIRST, None, [key for key in left[0] if key in right[0] and key[0] != "weights"
+                                          and not f"{key[1]}.".startswith(other)]
+    for key in shared:  # in the order of the forward pass
+        kind, name, outermost, _ = key
+        pairs = comparable(left, right, key)
+        shifted = "integers" in kind and outermost and place == FIRST  # an index into the batch depends on the split
+        if pairs and not shifted and not any(equal(*pair) for pair in pairs):
+            return kind, name, place if outermost else INSIDE
+        if outermost and "output" in kind:
+            place, unlike = LATER, unlike if pairs else (kind, name, SIZES)
+    return unlike or (() if shared else None)
+
+
+def other_modules(a, b, step):
+    """Return how names begin that two modules have: each stage of a pipeline may have a module "0"."""
+    weights = [[{row[1]: row[5:] for row in reversed(state["passed"]) if row[0] == "weights"}  # of the first calls
+                for state in run.at(step)[0]] for run in (a, b)]
+    unlike = {name for found in sum(weights, []) for name in found if any(
+        not equal(found[name], other.get(name, found[name])) for other in sum(weights, []))}
+    unlike |= {name for ranks in weights for found in ranks for name in found if any(name not in one for one in ranks)}
+    # if tensors are split by hand, other weights are other slices of the same module
+    return tuple(f"{name.rpartition('.')[0] or name}." for name in unlike if a.cut == b.cut == 1)
+
+
+def draws_that_differ(a, b, step):
+    """Return where the program of B, or else that of A, drew random numbers that the other one did not draw.
+
+    A site is a line of the program, with the library and the module. Sites are compared by the sums of their numbers.
+    """
+    left, right = (sums(run.at(step)[0], "sites", 1) for run in (a, b))
+    for mine, others in ((right, left), (left, right)):
+        found = [site for site in mine[0] if not any(
+            equal(*pair) for other in others[0] for pair in comparable(mine, others, site, other))]
+        if found:
+            return [label for (label,) in found]
+    return []
+
+
+def comparable(left, right, key, other=None):
+    """Return the pairs of a value's sums that have equal sizes: over all ranks, or on rank 0, in each run."""
+    pairs = [(one.get(key), two.get(other or key)) for one in left for two in right]
+    return [pair for pair in pairs if all(pair) and pair[0][0] == pair[1][0]]
+
+
+def sums(states, field, length):
+    """Return {the first `length` values of an item: the sums of its other values}, of rank 0 and of all ranks.
+
+    Those of rank 0 are nan, and so equal to none, if another rank has different ones of the same size: then rank 0 has
+    only a part, or the ranks differ.
+    """
+    ranks, every = [{} for _ in states], {}
+    for state, own in zip(states, ranks):
+        for item in state[field]:
+            key, numbers = tuple(item[:length]), item[length:]
+            for found in (own, every):
+                found[key] = [x + y for x, y in zip(found.get(key, [0] * len(numbers)), numbers)]
+    first = {}
+    for key, numbers in ranks[0].items():
+        others = [own[key] for own in ranks[1:] if key in own and own[key][0] == numbers[0]]
+        alike = all(equal(numbers, other) for other in others)
+        first[key] = numbers if alike else [numbers[0], *[math.nan] * (len(numbers) - 1)]
+    return first, every
