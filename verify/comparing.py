@@ -109,6 +109,9 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         report["difference"] = max(report["difference"], *[difference for _, difference, _ in found])
         for run, other, may_differ in ((a, b, local[0]), (b, a, local[1])) if not again else ():
             if not may_differ and (answer := ranks_differ(run, step, columns, limit, other)):
+                stopped = step and answer[0] == "not-averaged" and unequal_steps(run, failed[run is b])
+                if stopped:
+                    return different("rank-stops", f"{stopped}; since step {step + 1}, their gradients differ", step)
                 return different(*answer)
         if not len(pairs) == len(rows) == len(others):
             return different(*unmatched(rows, others, pairs), step)
@@ -125,12 +128,8 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
     if min(a.length, b.length) and not any(row.grad[0] or row.value != row.start for row in rows):
         return refuse(report, "all gradients are zero, so nothing is trained: look at the loss and the optimizer")
     for run, failure in zip((a, b), failed):
-        if failure and failure.training:
-            continue
-        counts = {rank: run.kinds(rank).count("begin" if failure else "step") for rank in run.ranks}
-        behind = [rank for rank, count in counts.items() if count < max(counts.values())]
-        if behind and not any("failed" in run.kinds(rank) for rank in behind):
-            return different("rank-stops", f"the ranks of {run.label} take {[*counts.values()]} steps", run.length)
+        if fact := unequal_steps(run, failure):
+            return different("rank-stops", fact, run.length)
     if a.length != b.length and not any(failed):
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
     if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
@@ -143,6 +142,15 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         coarse = f"within {report['difference']:.2g}: too coarse to prove that the models are the same"
         return {**report, "verdict": "alike", "message": f"{a.length} steps, {coarse}{bound}"}
     return {**report, "message": f"{a.length} steps, greatest relative difference {report['difference']:.1e}{bound}"}
+
+
+def unequal_steps(run, failure):
+    """Return text that says how many steps the ranks of a run take if their numbers differ, or None."""
+    counts = {rank: run.kinds(rank).count("begin" if failure else "step") for rank in run.ranks}
+    behind = [rank for rank, count in counts.items() if count < max(counts.values())]
+    known = not (failure and failure.training) and not any("failed" in run.kinds(rank) for rank in behind)
+    if behind and known:
+        return f"the ranks of {run.label} take {[*counts.values()]} steps"
 
 
 def meeting(report, a, b, paces):

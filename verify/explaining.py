@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, INPUTS, NOISE, Starts, apart, equal, gap, only_loaders, worst
+from .records import EQUAL, INPUTS, NOISE, UNNAMED, Starts, apart, equal, gap, only_loaders, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -47,6 +47,8 @@ class Difference:
             self.b.samples = self.a.samples  # context parallelism: each input of the model is only a part of a sample
         self.seen = bool(self.a.samples and self.b.samples)
         self.other_samples = self.seen and not equal(self.a.samples, self.b.samples)
+        if self.other_samples and picked(a, step) == picked(b, step) and differed(a, b, step):
+            self.seen = self.other_samples = False
         self.states = self.a.states + self.b.states
         self.split = self.a.layout != self.b.layout
         self.parallel = self.b if self.b.layout > self.a.layout else self.a  # the run with more parts
@@ -85,6 +87,12 @@ class Difference:
         return evidence if isinstance(evidence, tuple) else (cause, evidence)
 
 
+def differed(a, b, step):
+    """Return whether samples differ in earlier steps, whose gradients are equal: then they are padded differently."""
+    return any(not equal(read_once(a, number, len(b.samples(number))), read_once(b, number, len(a.samples(number))))
+               for number in range(step))
+
+
 def loss_of(state):
     return sum(state["losses"])
 
@@ -109,7 +117,7 @@ def common_factor(pairs):
 
 def batch_size(diff):
     one, two = len(diff.a.samples), len(diff.b.samples)
-    if diff.seen and one != two and not diff.factor:
+    if one and two and one != two and not diff.factor:
         return f"the step reads {one} samples{diff.loaders} in A, {two} in B"
 
 
@@ -259,6 +267,9 @@ def no_gradient(diff):
         if without:
             how = ("grad is None", "autograd does not reach it", "autograd computes zero")[without[0].reach]
             fact = f"{len(without)} parameter(s) get no gradient in {label}, such as {without[0].name}: {how}"
+            if all(row.name == UNNAMED for row in without):
+                fact += (", and no module has them: create the optimizer from the model's parameters, after the model "
+                         "is wrapped, moved and cast")
             return fact + lost(diff)
 
 
@@ -294,7 +305,7 @@ def set_epoch(diff):
     def repeats(run, again):
         indices = picked(run, diff.step)  # augmentation changes the samples of an index
         once = read_once(run, diff.step, len(diff.a.samples)), read_once(run, again, len(diff.a.samples))
-        return equal(*once) or bool(indices) and indices == picked(run, again)
+        return equal(*once) and any(once[0]) or bool(indices) and indices == picked(run, again)
 
     for side, other in diff.orders if diff.other_samples else ():
         for again in {*diff.steps} - {diff.step}:
@@ -322,6 +333,7 @@ def samples(diff):
     if one == two:
         return f"{fact}; all steps together read the same samples, in a different order"
     if sum(picked(diff.a.run, diff.step)) and picked(diff.a.run, diff.step) == picked(diff.b.run, diff.step):
+        fact += f", after {diff.step} step(s) with equal ones" * bool(diff.step)
         if ours & theirs:  # they may be places in two subsets
             return f"{fact}; the indices agree, so the datasets differ, or only some samples have different values"
         return f"{fact}; the indices agree, so the same samples have different values"
@@ -433,7 +445,7 @@ def uneven_mean(diff):
         between = any(min(losses) * n < other.mean < max(losses) * n for n in factors if losses)
         if between and any(min(weights) != max(weights) for place, weights in enumerate(counts) if place % 4 != 3):
             return (f"{UNSURE}{mean_losses(diff)}; counts, such as those of labels, differ between the ranks or "
-                    "micro-batches")
+                    "micro-batches, and so may weights, thresholds and selections that are computed from a share")
 
 
 def mean_losses(diff):
@@ -493,6 +505,9 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 cause, what = "clip", "gradients, proportional to each other"
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
+            elif column == "grad" and cause == "not-averaged" and any(
+                    one.grad[0] > 0 and worst([(one, two)], "grad")[0] <= limit for one, two in pairs):
+                what += f" of {len(differ)} of {len(pairs)} tensors, so average these, too"
             unsure = UNSURE * bool(cause == "not-averaged" and whole)  # in a tensor-parallel group, samples are equal
             return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
 

@@ -1,9 +1,14 @@
 """Watch the modules of a program: their names, inputs and outputs, and the tensors that no optimizer changes."""
+import collections
+import contextlib
 import gc
 
 import torch
 
 from .digests import NOT_FINITE, digest, real, wave
+from .records import CONSTANT, UNNAMED
+
+NODES = 10_000  # of the graph of a loss to visit at most
 
 
 class Modules:
@@ -12,6 +17,7 @@ class Modules:
     def __init__(self):
         self.names, self.leaves, self.replicas, self.scalers = {}, [], False, []  # names: {id(module): name}
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
+        self.outputs = []  # nodes of the graph: the outputs of modules with parameters
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
     def find(self, parameters, optimized):
@@ -46,7 +52,7 @@ class Modules:
             found |= {id(item): (f"average's buffer {plain(name)}", item) for name, item in module.named_buffers()}
         self.unoptimized = sorted(((name, item) for name, item in found.values() if item.numel() and not item.is_meta
                                    and real(item).is_floating_point()), key=lambda pair: pair[0])
-        return [names.get(id(item), "parameter") for item in parameters]
+        return [names.get(id(item), UNNAMED) for item in parameters]
 
     def weights(self, module):
         """Note the weights with which a module computes, in the form of passes(), if this rank has all of them."""
@@ -58,17 +64,42 @@ class Modules:
                                 *[sum(numbers) for numbers in zip(*digests)][:2]])
 
     def passes(self, kind, module, value, outermost):
-        """Note the sums of a module's inputs or outputs over all elements; they add up over ranks and micro-batches."""
+        """Note the sums of a module's inputs or outputs over all elements, except outputs of one element: losses."""
         tensors = [real(item) for item in tensors_of(value)] if id(module) in self.names else []
-        tensors = [item for item in tensors if item.ndim] or tensors  # ranks do not split a scalar, such as a scale
+        arrays = [item for item in tensors if item.ndim]
+        if kind == "output" and any(True for _ in module.parameters()):
+            self.outputs += [item.grad_fn for item in arrays if item.grad_fn]
+        if arrays or kind == "input":  # ranks do not split a scalar, such as a scale
+            self.note(kind, self.names.get(id(module)), outermost, arrays or tensors)
+
+    def constants(self, loss):
+        """Note what enters a loss besides the outputs of modules, and needs no gradient: masks, weights, selections."""
+        nodes, known, counts = [loss.grad_fn], {*self.outputs}, collections.Counter()
+        for node in nodes:  # it grows
+            if node is None or node in known or len(nodes) > NODES:
+                continue
+            known.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+            for field in (field for field in dir(node) if field.startswith("_saved_")):
+                value = None
+                with contextlib.suppress(RuntimeError):  # another loss has freed it
+                    value = getattr(node, field)
+                if type(value) is torch.Tensor and value.ndim and not value.requires_grad and (
+                        value.is_floating_point() or value.dtype == torch.bool):
+                    key = node.name().partition("Backward")[0], field, value.shape[1:]
+                    counts[key] += 1
+                    self.note(CONSTANT, f"{key[0]} {counts[key]}", True, [value.double()])
+
+    def note(self, kind, name, outermost, tensors):
+        """Note the sums of tensors over all elements; they add up over ranks and micro-batches."""
         for floats in (True, False):
             if found := [item for item in tensors if item.is_floating_point() == floats]:
                 with torch.no_grad():  # a plane wave along the last axis, but only the sum of integers
                     flat = [item.double().nan_to_num(*NOT_FINITE).reshape(
                         -1, item.shape[-1] if floats and item.ndim > 1 else 1) for item in found]
                     waves = [(item @ wave(item.shape[1], item.device).real).sum() for item in flat]
-                    self.passed.append([kind if floats else f"{kind} (integers)", self.names[id(module)], outermost,
-                                        flat[0].shape[1], sum(item.numel() for item in flat),
+                    self.passed.append([kind if floats else f"{kind} (integers)", name, outermost, flat[0].shape[1],
+                                        sum(item.numel() for item in flat),
                                         float(sum(item.square().sum() for item in flat)), float(sum(waves))])
 
 

@@ -58,7 +58,7 @@ class Recorder:
         patches = [(self.backward, torch.autograd, "backward"), (self.grad, torch.autograd, "grad"),
                    (self.autocast, torch.autocast, "__enter__"),
                    (self.deliver, loaders, "__next__"), (self.index, loaders, "_next_index"),
-                   (self.clip, torch.nn.utils, "clip_grad_norm_", "clip_grad_value_"),
+                   (self.clip, torch.nn.utils, "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"),
                    (self.criterion, torch.nn.functional, *CRITERIA),
                    (self.add_group, torch.optim.Optimizer, "add_param_group"), (self.call, torch.nn.Module, "__call__"),
                    (self.collective, torch.distributed, *COLLECTIVES * torch.distributed.is_available())]
@@ -85,7 +85,7 @@ class Recorder:
     def clear(self):
         self.losses, self.clips, self.flags, self.begun, self.backwards = [], [], set(), False, 0
         self.samples.batches, self.samples.evaluated, self.samples.calls = [], False, []
-        self.draws.sites, self.modules.passed = [], []
+        self.draws.sites, self.modules.passed, self.modules.outputs = [], [], []
         self.counted, self.counts = [], []  # of the targets of losses: since the last backward pass; of each pass
         self.weights = []  # those of classes in losses: [what, digest]
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
@@ -138,6 +138,8 @@ class Recorder:
     def clip(self, function, parameters, *args, **more):
         norm = function(parameters, *args, **more)
         bound = args[0] if args else more.get("max_norm", more.get("clip_value"))
+        if "with_norm" in function.__name__:
+            norm = args[1] if len(args) > 1 else more["total_norm"]
         self.clips.append([0.0 if norm is None else float(dense(norm)), float(bound)])
         return norm
 
@@ -189,6 +191,8 @@ class Recorder:
         for loss in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # others are a pipeline's activations
                 self.loss = id(loss)
+                if self.shows():
+                    self.modules.constants(loss)
                 self.losses.append(dense(loss).sum())
                 self.counts.append(sum(self.counted, []))
                 self.counted = []

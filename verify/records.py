@@ -13,6 +13,8 @@ NOISE = 1e-6  # a smaller fraction of the norm of all tensors is rounding error
 REACHED = 2  # as in recording.py
 INPUTS = -1  # in place of a loader's number: these samples are inputs of models
 LEAVES = -2  # such inputs that need a gradient: points of a PINN, or what a stage of a pipeline has received
+CONSTANT = "constant"  # in place of "input" or "output": what enters a loss besides the outputs of modules
+UNNAMED = "parameter"  # the name of a parameter that no module has
 TWINS = 64  # so many tensors with equal initial values are candidates for one tensor
 CACHED = 4  # so many steps are in memory with their rows; they are compared in order
 

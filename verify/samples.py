@@ -179,9 +179,9 @@ def counts_of(parts, ignored=-100):
         integers = not item.is_floating_point()
         padding = 0 if mask else None
         if integers and item.ndim > 1 and not mask:
-            value = padding_of(item)[0]
+            value, count = max(padding_of(item), padding_of(item.flip(-1)), key=lambda found: found[1])
             left, right = (item == value)[..., :-1], (item == value)[..., 1:]
-            if not ((left & ~right).any() and (right & ~left).any()):  # a token has others on both sides
+            if count and not ((left & ~right).any() and (right & ~left).any()):  # a token has others on both sides
                 padding = value
         for part in (item, item[:, 1:]) if item.ndim == 2 else (item,):
             size, total = part.numel(), float(part.sum())

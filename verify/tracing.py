@@ -2,7 +2,7 @@
 import math
 
 from .explaining import UNSURE, Difference, are_inputs, common_factor, read_once, remedy
-from .records import EQUAL, equal, match, worst
+from .records import CONSTANT, EQUAL, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
 
@@ -21,6 +21,9 @@ def trace(report, a, b):
     if place == SIZES:
         fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
                 "length, look for a layer that reads padding")
+    elif kind == CONSTANT:
+        fact = ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
+                f"weights or a selection (an operand of {module})")
     elif value:
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
     changed = unclear and value and not is_input and changed_weights(a, b, step, module)
@@ -30,6 +33,8 @@ def trace(report, a, b):
         cause, fact = "samples", fact or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
+    elif kind == CONSTANT:
+        cause = "loss" if unclear or cause == "evaluation" else cause
     elif unclear and value and place != SIZES:
         cause = {INSIDE: "forward", FIRST: "samples", LATER: "loss"}[place] if is_input else "forward"
     elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
@@ -122,17 +127,28 @@ def first_value(a, b, step):
         return None
     left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
     other = other_modules(a, b, step)
-    place, unlike, shared = FIRST, None, [key for key in left[0] if key in right[0] and key[0] != "weights"
+    place, unlike, indices, shared = FIRST, None, [], [key for key in left[0] if key in right[0] and key[0] != "weights"
                                           and not f"{key[1]}.".startswith(other)]
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)
         shifted = "integers" in kind and outermost and place == FIRST  # an index into the batch depends on the split
         if pairs and not shifted and not any(equal(*pair) for pair in pairs):
-            return kind, name, place if outermost else INSIDE
+            if kind == CONSTANT and any(proportional(*pair) for pair in pairs):
+                continue  # such as a mask that one program has divided by the number of ranks
+            passed_on = "integers" in kind and pairs in indices  # by the outermost module
+            return kind, name, place if outermost or passed_on else INSIDE
+        if shifted:
+            indices.append(pairs)
         if outermost and "output" in kind:
             place, unlike = LATER, unlike if pairs else (kind, name, SIZES)
     return unlike or (() if shared else None)
+
+
+def proportional(one, two):
+    """Return whether one value is a multiple of the other one, as far as [size, squared norm, wave] show."""
+    factor = two[2] / (one[2] or math.nan)
+    return math.isclose(two[1], factor * factor * one[1], rel_tol=EQUAL)
 
 
 def other_modules(a, b, step):

@@ -34,7 +34,8 @@ MISTAKES = [
     "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch",
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
-    "sharded, clipped per rank", "sharded, half clipped", "owned by ranks, scheduler on rank 0"]
+    "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median",
+    "owned by ranks, scheduler on rank 0"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "closure"]
 
 
@@ -222,7 +223,10 @@ def train_in_micro_batches(mistake, rank, world):
             model.set_requires_gradient_sync(not last)
         x.requires_grad_("penalty" in mistake)
         with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
-            loss = nn.functional.cross_entropy(wrapped(x), y)
+            loss = nn.functional.cross_entropy(wrapped(x), y, reduction="none" if "weighted" in mistake else "mean")
+            if "weighted" in mistake:
+                size = x.norm(dim=1)
+                loss = (loss * (1 + 1.0 * (size > (size.median() if "own" in mistake else 2.0)))).mean()
             if "penalty" in mistake:
                 create_graph = "constant" not in mistake or world == 1
                 grad, = torch.autograd.grad(loss, x, None, True, create_graph)
@@ -350,7 +354,8 @@ def train(mistake, rank, world):
                 for parameter in (*model.parameters(),)[1:]:
                     dist.all_reduce(parameter.grad)
             if "clip" in mistake:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                grads = [parameter.grad for parameter in model.parameters()]
+                nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, nn.utils.get_total_norm(grads))
             if world > 1 and (mistake in ("clip per rank", "decay of ranks") or "owned" in mistake):
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
@@ -396,7 +401,7 @@ def fork(mistake, folder, rank, world):
     try:
         part = ending.loop if mistake in WAYS else train_on_lists if "lists" in mistake else \
             train_on_joined if "joined" in mistake else train_on_two_loaders if "two" in mistake else \
-            train_in_micro_batches if "penalty" in mistake or "sharded" in mistake else train
+            train_in_micro_batches if mistake.split(",")[0] in ("penalty", "sharded", "weighted") else train
         part(mistake) if mistake in WAYS else part(mistake, rank, world)
     except RuntimeError as error:  # the other rank has left
         sys.last_value = error
@@ -415,7 +420,7 @@ if __name__ == "__main__":
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
              "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
-             "penalty", "sharded", "rows by hand, points"}  # same on one process
+             "penalty", "sharded", "weighted", "rows by hand, points"}  # same on one process
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

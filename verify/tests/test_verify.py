@@ -50,7 +50,8 @@ CAUSES = {
     "batchnorm without backward": "no-backward", "joined, own mean": "uneven-mean", "joined, half of a batch": "loss",
     "augmented, no set_epoch": "set-epoch", "two loaders, own mean": "uneven-mean",
     "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient",
-    "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip"}
+    "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
+    "weighted, own median": "evaluation"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
          "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
@@ -89,7 +90,7 @@ def test_every_cause_has_a_mistake_that_shows_it():
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
                                  "cut by hand, replicated", "lists", "joined", "augmented", "two loaders",
-                                 "penalty", "sharded"])
+                                 "penalty", "sharded", "weighted"])
 def test_two_ranks_train_the_model_of_one(records, way):
     one = "right" if "cut" in way or "owned" in way else way
     ranks = 4 if "replicated" in way else 2
@@ -174,6 +175,7 @@ def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, 
 
 @pytest.mark.parametrize(("mistake", "start", "said"), [
     ("labels smoothed", "equal samples", "the outputs of all modules agree, so the loss differs"),
+    ("weighted, own median", "the outputs of all modules agree", "such as a mask, weights or a selection"),
     ("equal rows by hand", "every rank reads the same samples", "the input of Sequential differs")])
 def test_the_values_of_the_step_say_more(records, mistake, start, said):
     folders = [of_one(records, mistake), records / f"{mistake} on 2"]
@@ -534,6 +536,102 @@ def test_the_first_value_that_differs_tells_the_cause(place, cause, said):
     assert found["cause"] == cause and said in found["message"], found
 
 
+def test_indices_that_a_model_passes_on_are_its_input():
+    """Else, the input of the layer would differ inside the model."""
+    values = [{"passed": [["input (integers)", name, name == "Net", 1, 8, size, size] for name in ("Net", "layer")]}
+              for size in (1.0, 5.0)]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == "samples" and "look before the model" in found["message"], found
+
+
+@pytest.mark.parametrize(("weigh", "cause"), [
+    (lambda mask: mask.float(), "uneven-mean"), (lambda mask: 2.0 * mask, "uneven-mean"),
+    (lambda mask: torch.ones(mask.shape), "loss")])
+def test_what_enters_the_loss_besides_outputs_is_compared(weigh, cause):
+    """One program masks all rows, and two ranks mask their own; both may divide by the sum of what they use."""
+    torch.manual_seed(0)
+    layer, mask = torch.nn.Linear(2, 3), torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 1], [1, 0, 0]]).bool()
+    rows, states = torch.randn(4, 2), []
+    for part, form in ((slice(4), lambda mask: mask.float()), (slice(2), weigh), (slice(2, 4), weigh)):
+        modules, weights = Modules(), form(mask[part])
+        modules.names = {id(layer): "layer"}
+        out = layer(rows[part])
+        modules.passes("output", layer, out, True)
+        modules.constants((out.square() * weights).sum() / weights.sum())
+        states.append({"passed": modules.passed})
+    found = trace({"step": 1, "cause": "uneven-mean", "message": "not sure: evidence"}, *differing(*states))
+    assert found["cause"] == cause and "the outputs of all modules agree" in found["message"], found
+    assert ("enters the loss" in found["message"]) == (cause == "loss")
+
+
+def test_the_loss_of_a_module_is_no_output_that_must_agree():
+    """It is that of each rank's share."""
+    criterion, modules = torch.nn.MSELoss(), Modules()
+    modules.names = {id(criterion): "MSELoss"}
+    modules.passes("output", criterion, torch.tensor(1.0), True)
+    modules.passes("input", criterion, torch.tensor(1.0), True)
+    assert [kind for kind, *_ in modules.passed] == ["input"]
+
+
+def preceded(runs, *samples):
+    """Insert a step with equal gradients before the only step of two runs; `samples` has those of each rank."""
+    for steps, found in zip([steps for either in runs for steps in either.ranks.values()], samples):
+        rows = [[*row[:4], [1.0] * 3, row[5]] for row in steps[0]["rows"]]
+        steps.insert(0, {**steps[0], **batch(*found, loader=steps[0]["batches"][0][0]), "rows": rows})
+        join_samples(steps[0])
+    for either in runs:
+        either.length = 2
+    return runs
+
+
+@pytest.mark.parametrize(("before", "second", "cause"), [
+    ([1.0, 2.0], batch(4.0), "samples"), ([5.0, 6.0], batch(4.0), "unknown"),
+    ([5.0, 6.0], batch(4.0, indices=(1, 2)), "samples"), ([5.0, 6.0], batch(4.0, 5.0), "batch-size")])
+def test_samples_are_no_evidence_if_they_differ_before_too(before, second, cause):
+    """They are padded to other lengths, unless the sampler draws other indices."""
+    report = compare_runs(*preceded(differing(batch(1.0, 2.0), batch(3.0), second), [1.0, 2.0], before[:1], before[1:]))
+    assert (report["step"], report["cause"]) == (2, cause), report
+
+
+def test_the_answer_says_for_how_many_steps_samples_were_equal():
+    runs = differing(batch(1.0, 2.0, indices=(1, 2)), batch(3.0, indices=(1,)), batch(4.0, indices=(2,)))
+    report = compare_runs(*preceded(runs, [7.0, 8.0], [7.0], [8.0]))
+    assert "are in both runs, after 1 step(s) with equal ones; the indices agree" in report["message"], report
+
+
+def test_zeros_are_not_the_same_samples_again():
+    """They are the first state of a recurrent model, which B loses in each step."""
+    runs = differing(batch(3.0, 4.0, loader=INPUTS), batch(0.0, 0.0, loader=INPUTS))
+    report = compare_runs(*preceded(runs, [0.0, 0.0], [0.0, 0.0]))
+    assert report["step"] == 2 and "inputs of models are in both runs" in report["message"], report
+
+
+def test_ranks_that_skip_different_steps_stop_at_different_ones():
+    """Only rank 0 has skipped a batch: its gradients in the next step are those of another batch."""
+    first = made("B", *[[("w", [2], [1.0] * 3, [1.0] * 3, [1.0] * 3)]] * 2).states(0)[0]
+    other = {**first, "rows": [[*row[:4], [2.0] * 3, row[5]] for row in first["rows"]]}
+    a, b = Run("A", [(0, [first] * 3)]), Run("B", [(0, [first, other]), (1, [first] * 3)])
+    report = compare_runs(a, b)
+    assert (report["cause"], report["step"]) == ("rank-stops", 2) and "take [2, 3] steps" in report["message"], report
+
+
+def test_one_gradient_of_several_that_is_not_averaged_is_said_to_be_one():
+    a, b = differing({}, {}, {})
+    b.states(0)[1]["rows"][0][4] = [9.0] * 3
+    for state in b.states(0):
+        state["batches"] = [[0, [], [1.0], [], []]]
+        join_samples(state)
+    report = compare_runs(a, b)
+    assert report["cause"] == "not-averaged" and "1 of 2 tensors, so average these, too" in report["message"], report
+
+
+@pytest.mark.parametrize(("name", "said"), [("parameter", True), ("w", False)])
+def test_an_optimizer_of_tensors_that_no_module_has_is_named(name, said):
+    a, b = (made(label, [(name, [2], [1.0] * 3, [grad] * 3, [1.0] * 3)]) for label, grad in (("A", 1.0), ("B", 0.0)))
+    report = compare_runs(a, b)
+    assert report["cause"] == "no-gradient" and ("no module has them" in report["message"]) == said, report
+
+
 @pytest.mark.parametrize(("before", "loader", "kind", "cause"), [
     ("loss", 0, "numpy, integers", "samples"),  # such as negatives, which come from no loader
     ("loss", INPUTS, "numpy, integers", "forward"),  # the samples are equal, so each rank has drawn its own
@@ -755,7 +853,8 @@ def test_both_parts_of_complex_numbers_are_recorded():
     ([[5, 6, 2, 2], [3, 2, 2, 2], [7, 8, 9, 4]], -100, (12, 7)), ([[1, 5, 6, 6], [6, 2, 6, 4]], -100, (8, 8)),
     ([[0, 0, 5, 6], [0, 2, 3, 4]], -100, (8, 5)), ([[5, 0, 6, 1], [0, 2, 3, 4]], -100, (8, 8)),
     ([[5, 6], [3, 4]], 3, (3, 4)),
-    ([[1, 1, 0], [1, 1, 1], [0, 0, 0]], -100, (9, 5)), ([[5, 6, 0], [3, 0, 0]], -100, (6, 3))])
+    ([[1, 1, 0], [1, 1, 1], [0, 0, 0]], -100, (9, 5)), ([[5, 6, 0], [3, 0, 0]], -100, (6, 3)),
+    ([[0, 4, 6], [1, 3, 7]], -100, (6, 6))])
 def test_counts_leave_out_padding_and_ignored_labels(rows, ignored, tokens):
     assert tuple(counts_of([torch.tensor(rows)], ignored)[0][1:3]) == tokens
 
