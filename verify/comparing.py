@@ -119,8 +119,8 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
             if difference > limit:
                 # a schedule may follow from an average that has differed before
                 before = column == "rate" and step and unoptimized_differ(a, b, limit)
-                if before and before[1] < step:
-                    return different("buffers", *before)
+                if before and before[2] < step:
+                    return different(*before)
                 return different(*Difference(a, b, step, column, pairs).explain(), step, name, difference, column)
         if all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
             return refuse(report, f"both models contain NaN or infinity after step {step + 1}")
@@ -133,7 +133,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
     if a.length != b.length and not any(failed):
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
     if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
-        return different("buffers", *answer)
+        return different(*answer)
     evaluated = "evaluated" in a.flags & b.flags
     if not any(failed) and (fact := printed_differ(*printed, limits.high if native else EQUAL, cut, evaluated)):
         report["notes"].append(f"metric: {fact}: {remedy('metric')}")
@@ -175,22 +175,25 @@ def refuse(report, reason, step=None):
 def unoptimized_differ(a, b, limit, again=False):
     """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
-    Return (evidence, step, name, difference) of the earliest difference, or None. Only tensors with equal names and
-    shapes are compared.
+    Return (cause, evidence, step, name, difference) of the earliest difference, or None. Only tensors with equal names
+    and shapes are compared.
     """
     answers = []
     pairs = [("differs between A and B, though all parameters are the same", min(a.ranks), min(b.ranks), a, b, KEPT)]
     pairs += [(f"differs between ranks 0 and {rank} of {run.label}", min(run.ranks), rank, run, run, "average of")
               for run in (a, b) for rank in [*run.ranks][1:]]
     for place, left, right, run, other, kind in pairs[:1 if again else None]:
+        known = set()  # the names of the tensors recorded so far
         for number, found in enumerate(zip(run.unoptimized(left), other.unoptimized(right))):
             if differs := apart(*found, limit, kind):
                 states = ([{"unoptimized": next(itertools.islice(part.unoptimized(rank), number, None), found[0])}
                            for rank in part.ranks] for part in (a, b))
                 ranks = where(differs[0], *states) if kind == KEPT else ""
-                answers.append((f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs))
+                cause = "buffers" if kind == KEPT or differs[0] in known else "start"
+                answers.append((cause, f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs))
                 break
-    return min(answers, key=lambda answer: answer[1], default=None)
+            known |= {name for name, *_ in found[0]}
+    return min(answers, key=lambda answer: answer[2], default=None)
 
 
 def metrics(text):

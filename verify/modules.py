@@ -92,15 +92,17 @@ class Modules:
 
     def note(self, kind, name, outermost, tensors):
         """Note the sums of tensors over all elements; they add up over ranks and micro-batches."""
-        for floats in (True, False):
-            if found := [item for item in tensors if item.is_floating_point() == floats]:
-                with torch.no_grad():  # a plane wave along the last axis, but only the sum of integers
-                    flat = [item.double().nan_to_num(*NOT_FINITE).reshape(
-                        -1, item.shape[-1] if floats and item.ndim > 1 else 1) for item in found]
-                    waves = [(item @ wave(item.shape[1], item.device).real).sum() for item in flat]
-                    self.passed.append([kind if floats else f"{kind} (integers)", name, outermost, flat[0].shape[1],
-                                        sum(item.numel() for item in flat),
-                                        float(sum(item.square().sum() for item in flat)), float(sum(waves))])
+        found = {}  # {(kind, width): matrices}
+        tensors = [item.detach() for item in tensors if item.numel()]
+        for item in sorted(tensors, key=lambda item: not item.is_floating_point()):
+            floats = item.is_floating_point()
+            width = item.shape[-1] if floats and item.ndim > 1 else 1  # the sum of integers, which are no waves
+            key = kind if floats else f"{kind} (integers)", width
+            found.setdefault(key, []).append(item.double().nan_to_num(*NOT_FINITE).reshape(-1, width))
+        for (what, width), flat in found.items():
+            waves = [(item @ wave(width, item.device).real).sum() for item in flat]  # a plane wave along the last axis
+            self.passed.append([what, name, outermost, width, sum(item.numel() for item in flat),
+                                float(sum(item.square().sum() for item in flat)), float(sum(waves))])
 
 
 def shapes_of(module):

@@ -405,7 +405,9 @@ def options_of(optimizer, number, group):
     values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()
               if name not in ("params", "param_names", "name") and "lr" not in name}
     plain = {name: str(value) for name, value in values.items() if isinstance(value, (int, float, str, list, tuple))}
-    return {"optimizer": type(optimizer).__name__, "group": str(group.get("name", number)), **plain}
+    inner = getattr(optimizer, "optim", None)  # as in ZeroRedundancyOptimizer
+    kind = type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer).__name__
+    return {"optimizer": kind, "group": str(group.get("name", number)), **plain}
 
 
 def backward_runs():

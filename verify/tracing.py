@@ -30,7 +30,7 @@ def trace(report, a, b):
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
     fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
     if draws and not in_model and (unclear or cause == "random" or fallback):
-        cause, fact = "samples", fact or "the program draws other random numbers for this step"
+        cause, fact = "samples", fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
     elif kind == CONSTANT:
@@ -127,8 +127,9 @@ def first_value(a, b, step):
         return None
     left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
     other = other_modules(a, b, step)
-    place, unlike, indices, shared = FIRST, None, [], [key for key in left[0] if key in right[0] and key[0] != "weights"
-                                          and not f"{key[1]}.".startswith(other)]
+    shared = [key for key in left[0] if key in right[0] and key[0] != "weights"
+              and not f"{key[1]}.".startswith(other)]
+    place, unlike, indices = FIRST, None, []
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)

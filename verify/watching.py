@@ -49,9 +49,15 @@ def replicas(run, limits):
         if first[0]["replicas"] or len(split) == len(groups) or averaged:
             name = groups[together.index(False)][0].name
             return "start", f"the ranks start with different weights, such as {name}", 1
-    for state in first[1:] if not split else ():
-        if found := apart(first[0]["unoptimized"], state["unoptimized"], EQUAL, "average of"):
-            return "start", f"the ranks start with different weights: copies of the model differ, such as {found[0]}", 1
+    known = set()  # the names of the copies recorded so far; those of a GAN's generator come with its optimizer
+    for number in run.first_steps() if not split else ():
+        states = run.at(number)[0]
+        for state in states[1:]:
+            copies = [copy for copy in state["unoptimized"] if copy[0] not in known]
+            if found := apart(states[0]["unoptimized"], copies, EQUAL, "average of"):
+                fact = f"the ranks start with different weights: copies of the model differ, such as {found[0]}"
+                return "start", fact, number + 1
+        known |= {name for name, *_ in states[0]["unoptimized"]}
     for step in range(run.length):
         # correct replicas are bit-identical
         if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split):

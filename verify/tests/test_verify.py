@@ -26,6 +26,7 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
+from verify.recording import options_of
 from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
 from verify.samples import Samples, by_sample, counts_of, described
 from verify.tracing import draws_that_differ, first_value, trace
@@ -646,6 +647,18 @@ def test_a_line_that_draws_other_numbers_comes_before_a_fallback(before, loader,
     assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "samples"), found
 
 
+def test_a_line_that_draws_other_numbers_comes_before_a_size():
+    states = [batch(1.0, 2.0) | {"passed": [["output", "Net", True, 4, size, 1.0, 1.0]],
+                                 "sites": [["p.py:1 (torch)", 4, float(size), 1.0]]} for size in (8, 12)]
+    found = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, *differing(*states))
+    assert found["message"].startswith("the program draws other random numbers for this step"), found
+
+
+def test_an_optimizer_that_wraps_another_has_the_name_of_that():
+    outer = SimpleNamespace(optim=torch.optim.SGD([torch.zeros(1)], 0.1))
+    assert options_of(outer, 0, {})["optimizer"] == "SGD" == options_of(outer.optim, 0, {})["optimizer"]
+
+
 @pytest.mark.parametrize(("second", "cause"), [(5.0, "samples"), (1.0, "not-averaged")])
 def test_a_rank_that_draws_other_numbers_than_rank_0_is_seen(second, cause):
     """Each rank of a tensor-parallel group draws as many numbers as the one process."""
@@ -727,6 +740,7 @@ def test_the_earliest_difference_of_an_average_is_reported():
     report = compare_runs(run("A", [1.0, 1.0, 1.0]), run("B", [1.0, 1.0, 2.0], [1.0, 4.0, 4.0]))
     assert (report["cause"], report["step"]) == ("buffers", 1), report
     assert "differs between ranks 0 and 1 of B" in report["message"]
+    assert compare_runs(run("A", [1.0]), run("B", [1.0], [4.0]))["cause"] == "start"  # when it is first recorded
 
 
 @pytest.mark.parametrize(("other", "said"), [(3.0, "so the datasets differ, or only some samples"), (1.0, "")])
@@ -822,6 +836,14 @@ def test_inputs_that_are_integers_are_recorded_apart():
     assert [row[0] for row in modules.passed] == ["input", "input (integers)", "weights"]
     assert {row[1] for row in modules.passed} == {"layer"} and modules.passed[0][4] == 6  # without the scalar
     assert modules.passed[-1][5:] == digest([layer.weight])[0][:2]
+
+
+def test_outputs_of_several_widths_are_recorded_apart():
+    """If ranks split the last axis of one of them, it is not compared; an empty one says nothing."""
+    modules, layer = Modules(), torch.nn.Linear(2, 2)
+    modules.names[id(layer)] = "layer"
+    modules.passes("output", layer, (torch.ones(2, 4, 3), torch.ones(2, 4), torch.ones(2, 0)), True)
+    assert [row[3:5] for row in modules.passed] == [[3, 24], [4, 8]]
 
 
 def test_an_infinite_mask_is_equal_to_itself():
@@ -929,6 +951,18 @@ def test_copies_of_the_model_must_start_equal_on_all_ranks():
     for rank, state in enumerate(run.states(0)):
         state["unoptimized"] = [["average of w", [2], [1.0 + rank] * 3]]
     assert "copies of the model differ, such as average of w" in replicas(run, LIMITS["own"])[1]
+
+
+@pytest.mark.parametrize(("earlier", "cause"), [([], "start"), ([["average of w", [2], [1.0] * 3]], None)])
+def test_copies_are_compared_when_their_optimizer_first_steps(earlier, cause):
+    """As those of a generator, after the critic's steps; later, only rank 0 may update them."""
+    run = made("the run", [("w", [2], [1.0] * 3)], [("w", [2], [1.0] * 3)])
+    for rank, steps in run.ranks.items():
+        late = {"optimizer": 1, "unoptimized": [["average of w", [2], [1.0 + rank] * 3]]}
+        steps[:] = [steps[0] | {"optimizer": 0, "unoptimized": earlier}, steps[0] | late]
+    run.length = 2
+    found = replicas(run, LIMITS["own"])
+    assert found == (cause and (cause, found[1], 2)), found
 
 
 @pytest.mark.parametrize(("grads", "cause"), [((1.0, 1.0), "start"), ((1.0, 2.0), None), ((0.0, 0.0), None)])
