@@ -60,12 +60,14 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
     unclear = report["cause"] in ("samples", "random", "unknown", "no-backward") or report["message"].startswith(UNSURE)
     if unclear and (report["column"] == "grad" or report["cause"] == "not-averaged"):
         last = report["step"]
-        shown, _ = run(commands, last, whole, native=native, outputs_at=last)
+        shown, why = run(commands, last, whole, native=native, outputs_at=last)
         runs = [Run.read(folder, label) for folder, label in zip(shown, "AB")]
         if min(found.length for found in runs) >= last:
             if report["cause"] == "random" and not draws_that_differ(*runs, last - 1):
                 report = judge(folders, failed, native, calm=True)
             report = trace(report, *runs)
+        else:
+            notes += [f"the run that records this step's values failed: {failure}" for failure in why if failure]
     report["notes"] += notes
     return report
 

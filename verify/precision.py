@@ -22,18 +22,24 @@ def widened_inputs(args, more, parameters=()):
     return args, more
 
 
+def caller():
+    """Return the name of the module that has called a replacement; draws.py may call this again."""
+    frame = sys._getframe(1)
+    while frame.f_globals["__name__"].startswith(f"{__package__}."):
+        frame = frame.f_back
+    return frame.f_globals["__name__"]
+
+
 def patches(stepping):
     """Return (replacement, owner, *names) for torch's functions. `stepping` tells whether an optimizer's step runs."""
     def cast(function, tensor, **more):
         """Cast to float64 instead of float32, except in GradScaler; in an optimizer's step, also instead of 16 bits."""
-        scaler = sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
-        narrow = scaler if function.__name__ == "float" else not stepping()
+        narrow = caller() == "torch.amp.grad_scaler" if function.__name__ == "float" else not stepping()
         return function(tensor, **more) if narrow else tensor.double(**more)
 
     def widen(function, *args, **more):
         """Call a function with float64 instead of float32; in an optimizer's step, also instead of 16 bits."""
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        if function.__name__ == "tensor" and caller.startswith("torch.distributed."):
+        if function.__name__ == "tensor" and caller().startswith("torch.distributed."):
             return function(*args, **more)  # torch 2.11's pipelines receive it in torch.zeros(..., dtype=float32)
         narrow = (torch.float32, torch.bfloat16, torch.float16)[:3 if stepping() else 1]
         wide = {id(dtype): torch.float64 for dtype in narrow} | {id(torch.complex64): torch.complex128}
