@@ -109,9 +109,8 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         report["difference"] = max(report["difference"], *[difference for _, difference, _ in found])
         for run, other, may_differ in ((a, b, local[0]), (b, a, local[1])) if not again else ():
             if not may_differ and (answer := ranks_differ(run, step, columns, limit, other)):
-                stopped = step and answer[0] == "not-averaged" and unequal_steps(run, failed[run is b])
-                if stopped:
-                    return different("rank-stops", f"{stopped}; since step {step + 1}, their gradients differ", step)
+                if step and answer[0] == "not-averaged" and (fact := unequal_steps(run, failed[run is b])):
+                    return different("rank-stops", f"{fact}; since step {step + 1}, their gradients differ", step)
                 return different(*answer)
         if not len(pairs) == len(rows) == len(others):
             return different(*unmatched(rows, others, pairs), step)
@@ -148,8 +147,8 @@ def unequal_steps(run, failure):
     """Return text that says how many steps the ranks of a run take if their numbers differ, or None."""
     counts = {rank: run.kinds(rank).count("begin" if failure else "step") for rank in run.ranks}
     behind = [rank for rank, count in counts.items() if count < max(counts.values())]
-    known = not (failure and failure.training) and not any("failed" in run.kinds(rank) for rank in behind)
-    if behind and known:
+    stopped = failure and failure.training or any("failed" in run.kinds(rank) for rank in behind)
+    if behind and not stopped:
         return f"the ranks of {run.label} take {[*counts.values()]} steps"
 
 

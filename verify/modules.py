@@ -1,14 +1,11 @@
 """Watch the modules of a program: their names, inputs and outputs, and the tensors that no optimizer changes."""
 import collections
-import contextlib
 import gc
 
 import torch
 
 from .digests import NOT_FINITE, digest, real, wave
 from .records import CONSTANT, UNNAMED
-
-NODES = 10_000  # of the graph of a loss to visit at most
 
 
 class Modules:
@@ -76,14 +73,12 @@ class Modules:
         """Note what enters a loss besides the outputs of modules, and needs no gradient: masks, weights, selections."""
         nodes, known, counts = [loss.grad_fn], {*self.outputs}, collections.Counter()
         for node in nodes:  # it grows
-            if node is None or node in known or len(nodes) > NODES:
+            if node is None or node in known:
                 continue
             known.add(node)
             nodes += [parent for parent, _ in node.next_functions]
             for field in (field for field in dir(node) if field.startswith("_saved_")):
-                value = None
-                with contextlib.suppress(RuntimeError):  # another loss has freed it
-                    value = getattr(node, field)
+                value = getattr(node, field)
                 if type(value) is torch.Tensor and value.ndim and not value.requires_grad and (
                         value.is_floating_point() or value.dtype == torch.bool):
                     key = node.name().partition("Backward")[0], field, value.shape[1:]

@@ -297,11 +297,7 @@ class Recorder:
                          parts[:len(grads)] + [parts[number] for number in small] + [None] * len(others))
         self.grads, digests = digests[:len(grads)], digests[len(grads):]
         self.before = self.unoptimized(digests[len(small):]), self.probes(digests)
-        computed = [self.computed.get(id(item)) for item in self.parameters]
-        scaled = any(item.is_enabled() for item in self.modules.scalers)
-        known = self.computed and not scaled and not any(
-            one is None and nonzero(item.grad) for one, item in zip(computed, self.parameters))
-        self.computed = digest(computed, parts) if known else [None] * len(computed)
+        self.computed = digest_if_known([self.computed.get(id(item)) for item in self.parameters], parts)
 
     def reaches(self):
         """Return for each parameter whether it has a gradient, and whether autograd has reached it in this step."""
@@ -408,6 +404,11 @@ def options_of(optimizer, number, group):
     inner = getattr(optimizer, "optim", None)  # as in ZeroRedundancyOptimizer
     kind = type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer).__name__
     return {"optimizer": kind, "group": str(group.get("name", number)), **plain}
+
+
+def digest_if_known(tensors, parts):
+    """Return the digests, or None for each tensor if one is missing: a program may set a gradient by hand."""
+    return digest(tensors, parts) if all(item is not None for item in tensors) else [None] * len(tensors)
 
 
 def backward_runs():

@@ -23,7 +23,7 @@ def trace(report, a, b):
                 "length, look for a layer that reads padding")
     elif kind == CONSTANT:
         fact = ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
-                f"weights or a selection (an operand of {module})")
+                f"weights, what they are divided by, or a selection (an operand of {module})")
     elif value:
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
     changed = unclear and value and not is_input and changed_weights(a, b, step, module)
@@ -33,8 +33,8 @@ def trace(report, a, b):
         cause, fact = "samples", fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
-    elif kind == CONSTANT:
-        cause = "loss" if unclear or cause == "evaluation" else cause
+    elif kind == CONSTANT and (unclear or cause == "evaluation"):
+        return {**report, "cause": "loss", "message": f"{fact}: {remedy('loss')}"}
     elif unclear and value and place != SIZES:
         cause = {INSIDE: "forward", FIRST: "samples", LATER: "loss"}[place] if is_input else "forward"
     elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
@@ -71,8 +71,8 @@ def before_changes(a, b, step, cause):
     """
     pairs = after_backward(a, b, step)
     if pairs and worst(pairs, "grad")[0] < EQUAL:
-        return "clip", ("the gradients agree after the last backward pass, so what changes them before the step "
-                        "differs, such as averaging, clipping or scaling by hand")
+        return "clip", (UNSURE + "the gradients agree after the last backward pass, so what changes them before the "
+                        "step differs, such as averaging, clipping or scaling by hand")
     if pairs and cause == "clip":
         cause, fact = Difference(a, b, step, "grad", pairs).explain()
         return cause, UNSURE * fact.startswith(UNSURE) + f"after the last backward pass, {fact.removeprefix(UNSURE)}"

@@ -35,7 +35,7 @@ MISTAKES = [
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median",
-    "owned by ranks, scheduler on rank 0"]
+    "scaled", "owned by ranks, scheduler on rank 0"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "closure"]
 
 
@@ -216,6 +216,7 @@ def train_in_micro_batches(mistake, rank, world):
     g = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=mistake == "scaled")
     loader = DataLoader(data, 4 // world, sampler=DistributedSampler(data, world, rank))
     for number, (x, y) in enumerate([*loader, *loader]):
         last = number % 2 > 0
@@ -231,13 +232,16 @@ def train_in_micro_batches(mistake, rank, world):
                 create_graph = "constant" not in mistake or world == 1
                 grad, = torch.autograd.grad(loss, x, None, True, create_graph)
                 loss = loss + grad.square().sum() / world
-            (loss / (4 if "half" in mistake and world > 1 else 2)).backward()
+            scaler.scale(loss / (4 if "half" in mistake and world > 1 else 2)).backward()
+        if last:
+            scaler.unscale_(optimizer)
         if last and "clipped" in mistake and world > 1:  # by hand: by each rank's own norm, or to a common one
             norm = 2.3 if "half" in mistake else sum(item.grad.to_local().square().sum() for item in model.parameters())
             for item in model.parameters():
                 item.grad *= 1 / norm
         if last:
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
 
 
@@ -401,7 +405,7 @@ def fork(mistake, folder, rank, world):
     try:
         part = ending.loop if mistake in WAYS else train_on_lists if "lists" in mistake else \
             train_on_joined if "joined" in mistake else train_on_two_loaders if "two" in mistake else \
-            train_in_micro_batches if mistake.split(",")[0] in ("penalty", "sharded", "weighted") else train
+            train_in_micro_batches if mistake.split(",")[0] in ("penalty", "scaled", "sharded", "weighted") else train
         part(mistake) if mistake in WAYS else part(mistake, rank, world)
     except RuntimeError as error:  # the other rank has left
         sys.last_value = error
@@ -420,7 +424,7 @@ if __name__ == "__main__":
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
              "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
-             "penalty", "sharded", "weighted", "rows by hand, points"}  # same on one process
+             "penalty", "scaled", "sharded", "weighted", "rows by hand, points"}  # same on one process
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

@@ -13,7 +13,7 @@ import torch
 from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, replace_lines, run
 
 import verify
-from verify.comparing import LIMITS, Failure, compare_runs, float64_fails, printed_differ
+from verify.comparing import LIMITS, Failure, compare_runs, float64_fails, printed_differ, unequal_steps
 from verify.digests import digest
 from verify.explaining import CAUSES as KNOWN
 from verify.explaining import (
@@ -26,10 +26,10 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
-from verify.recording import options_of
+from verify.recording import digest_if_known, options_of
 from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
 from verify.samples import Samples, by_sample, counts_of, described
-from verify.tracing import draws_that_differ, first_value, trace
+from verify.tracing import after_backward, draws_that_differ, first_value, trace
 from verify.watching import new_order, one_share, rates, replicas, watch
 
 HERE = Path(__file__).parent
@@ -91,7 +91,7 @@ def test_every_cause_has_a_mistake_that_shows_it():
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
                                  "cut by hand, replicated", "lists", "joined", "augmented", "two loaders",
-                                 "penalty", "sharded", "weighted"])
+                                 "penalty", "scaled", "sharded", "weighted"])
 def test_two_ranks_train_the_model_of_one(records, way):
     one = "right" if "cut" in way or "owned" in way else way
     ranks = 4 if "replicated" in way else 2
@@ -176,7 +176,7 @@ def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, 
 
 @pytest.mark.parametrize(("mistake", "start", "said"), [
     ("labels smoothed", "equal samples", "the outputs of all modules agree, so the loss differs"),
-    ("weighted, own median", "the outputs of all modules agree", "such as a mask, weights or a selection"),
+    ("weighted, own median", "the outputs of all modules agree", "such as a mask, weights, what"),
     ("equal rows by hand", "every rank reads the same samples", "the input of Sequential differs")])
 def test_the_values_of_the_step_say_more(records, mistake, start, said):
     folders = [of_one(records, mistake), records / f"{mistake} on 2"]
@@ -185,7 +185,7 @@ def test_the_values_of_the_step_say_more(records, mistake, start, said):
 
 
 @pytest.mark.parametrize(("mistake", "before", "after", "said"), [
-    ("sharded, clipped per rank", "no-backward", "clip", "the gradients agree after the last backward pass"),
+    ("sharded, clipped per rank", "no-backward", "clip", "not sure: the gradients agree after the last"),
     ("sharded, half clipped", "clip", "scale", "after the last backward pass, the gradients of B are 0.5 times")])
 def test_what_changes_gradients_by_hand_is_told_from_the_backward_pass(records, mistake, before, after, said):
     folders = [records / "sharded on 1", records / f"{mistake} on 2"]
@@ -193,6 +193,12 @@ def test_what_changes_gradients_by_hand_is_told_from_the_backward_pass(records, 
     assert report["cause"] == before and report["message"].startswith("not sure: ")
     report = trace(report, *map(Run.read, folders, "AB"))
     assert report["cause"] == after and report["message"].startswith(said), report
+
+
+@pytest.mark.parametrize(("way", "known"), [("right", True), ("cut by hand", False)])
+def test_gradients_after_the_backward_pass_are_compared_if_they_are_whole(records, way, known):
+    runs = Run.read(of_one(records, way), "A"), Run.read(records / f"{way} on 2", "B")
+    assert bool(after_backward(*runs, 0)) == known
 
 
 @pytest.mark.parametrize(("factor", "cause"), [(1.0, "clip"), (0.5, "clip"), (0.7, "unknown")])
@@ -545,20 +551,25 @@ def test_indices_that_a_model_passes_on_are_its_input():
     assert found["cause"] == "samples" and "look before the model" in found["message"], found
 
 
-@pytest.mark.parametrize(("weigh", "cause"), [
-    (lambda mask: mask.float(), "uneven-mean"), (lambda mask: 2.0 * mask, "uneven-mean"),
-    (lambda mask: torch.ones(mask.shape), "loss")])
-def test_what_enters_the_loss_besides_outputs_is_compared(weigh, cause):
-    """One program masks all rows, and two ranks mask their own; both may divide by the sum of what they use."""
+@pytest.mark.parametrize(("weigh", "centered", "cause"), [
+    (lambda mask: mask.float(), False, "uneven-mean"), (lambda mask: 2.0 * mask, False, "uneven-mean"),
+    (lambda mask: torch.ones(mask.shape), False, "loss"), (lambda mask: torch.ones(mask.shape).bool(), False, "loss"),
+    (lambda mask: mask.float(), True, "uneven-mean")])
+def test_what_enters_the_loss_besides_outputs_is_compared(weigh, centered, cause):
+    """One program masks all rows, and two ranks mask their own; both may divide by the sum of what they use.
+
+    Weights of classes are equal on all ranks, and `centered` outputs need a gradient: neither says anything.
+    """
     torch.manual_seed(0)
-    layer, mask = torch.nn.Linear(2, 3), torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 1], [1, 0, 0]]).bool()
-    rows, states = torch.randn(4, 2), []
+    layer, mask = torch.nn.Linear(2, 3), torch.tensor([1, 0, 1, 1]).bool()
+    rows, classes, states = torch.randn(4, 2), torch.tensor([1.0, 2.0, 3.0]), []
     for part, form in ((slice(4), lambda mask: mask.float()), (slice(2), weigh), (slice(2, 4), weigh)):
         modules, weights = Modules(), form(mask[part])
         modules.names = {id(layer): "layer"}
         out = layer(rows[part])
         modules.passes("output", layer, out, True)
-        modules.constants((out.square() * weights).sum() / weights.sum())
+        values = (out - out.mean() if centered else out).square() * classes
+        modules.constants((values.sum(1) * weights).sum() / weights.sum())
         states.append({"passed": modules.passed})
     found = trace({"step": 1, "cause": "uneven-mean", "message": "not sure: evidence"}, *differing(*states))
     assert found["cause"] == cause and "the outputs of all modules agree" in found["message"], found
@@ -614,6 +625,17 @@ def test_ranks_that_skip_different_steps_stop_at_different_ones():
     a, b = Run("A", [(0, [first] * 3)]), Run("B", [(0, [first, other]), (1, [first] * 3)])
     report = compare_runs(a, b)
     assert (report["cause"], report["step"]) == ("rank-stops", 2) and "take [2, 3] steps" in report["message"], report
+
+
+def test_a_rank_that_has_failed_has_not_stopped():
+    step = made("B", [("w", [2])]).states(0)[0]
+    failed = Run("B", [(0, [step, {"event": "failed"}]), (1, [step, step])])
+    assert not unequal_steps(failed, None) and unequal_steps(Run("B", [(0, [step]), (1, [step, step])]), None)
+
+
+def test_gradients_after_the_backward_pass_are_known_for_all_parameters_or_none():
+    ones = torch.ones(2)
+    assert digest_if_known([ones, None], [None, None]) == [None, None] != digest_if_known([ones], [None])
 
 
 def test_one_gradient_of_several_that_is_not_averaged_is_said_to_be_one():
@@ -1020,6 +1042,25 @@ def test_another_rate_is_named_as_the_cause(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["verdict"], report["cause"], report["step"], report["ranks"]) == (
         "different", "learning-rate", 1, [1, 2])
+
+
+@pytest.mark.drill
+def test_a_program_that_fails_only_while_its_values_are_recorded_is_noted(tmp_path):
+    """Else, the answer would lack what that run shows, and nobody would know why."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys, torch\n"
+                      "if torch._C._len_torch_function_stack():\n"
+                      "    raise TypeError('no modes')\n"
+                      "torch.manual_seed(0)\n"
+                      "layer = torch.nn.Linear(2, 3)\n"
+                      "optimizer = torch.optim.SGD(layer.parameters(), 0.1)\n"
+                      "loss = (layer(torch.ones(4, 2)) - 3).abs() ** float(sys.argv[1])\n"
+                      "loss.mean().backward()\n"
+                      "optimizer.step()\n")
+    result = run(PYTHON, "-m", "verify", f"python {script} 2", f"python {script} 3")
+    assert "different: step 1" in result.out, result.out + result.err
+    assert "note: the run that records this step's values failed: exit code 1" in result.out
+    assert "TypeError: no modes" in result.out
 
 
 LANGUAGE = ["--epochs", "1", "--batch-size", "12", "--windows", "26", "--length", "32", "--sample", "", "--device",
