@@ -117,7 +117,8 @@ def _file(url: str, sample: dict[str, Any], name: str) -> tuple[str, bytes]:
     found = [file for file in sample if file.startswith(f"{name}.")]
     if len(found) != 1:
         have = " ".join(file for file in sample if not file.startswith("__"))
-        raise ProcessError(f"{url}: the pair {sample['__key__']} needs one file {name}.*, but has {have}")
+        raise ProcessError(f"{url}: the pair {sample['__key__']} needs one file {name}.*, but has {have}: "
+                           "--img-dir and --gt-dir name the two")
     return f"{url}: {sample['__key__']}.{found[0]}", sample[found[0]]
 
 

@@ -180,7 +180,7 @@ DAMAGE = {  # of a shard whose size is not in the list, as in lists that others 
     "no tar": (SHARD, lambda file: file.write_bytes(b"text " * 1000), "tar"),
     "more pairs": (SHARD, lambda file: [add(file, f"more.{side}.jpg") for side in ("img", "gt")],
                    "5 pairs, but its list says 4"),
-    "one side": (SHARD, lambda file: add(file, "more.img.jpg"), "more needs one file gt"),
+    "one side": (SHARD, lambda file: add(file, "more.img.jpg"), "more needs one file gt.*, but has img.jpg: --img-dir"),
     "two of a side": (SHARD, lambda file: add(file, "00000007-7_v1.img.png"), "00000007-7_v1 needs one file img")}
 
 
