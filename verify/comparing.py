@@ -185,8 +185,8 @@ def unoptimized_differ(a, b, limit, again=False):
         known = set()  # the names of the tensors recorded so far
         for number, found in enumerate(zip(run.unoptimized(left), other.unoptimized(right))):
             if differs := apart(*found, limit, kind):
-                states = ([{"unoptimized": next(itertools.islice(part.unoptimized(rank), number, None), found[0])}
-                           for rank in part.ranks] for part in (a, b))
+                states = ([{"unoptimized": next(itertools.islice(part.unoptimized(rank), number, None), found[0]),
+                            "flags": part.flags} for rank in part.ranks] for part in (a, b))
                 ranks = where(differs[0], *states) if kind == KEPT else ""
                 cause = "buffers" if kind == KEPT or differs[0] in known else "start"
                 answers.append((cause, f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs))

@@ -373,10 +373,10 @@ def no_backward(diff):
 
 def buffers(diff):
     """A buffer, or another tensor that the model holds, differs, so the losses differ, too."""
-    first = diff.a.states[0]["unoptimized"]
-    for side in diff.sides if not diff.same_loss else ():
-        for rank, state in zip(side.run.ranks, side.states):
-            if found := apart(first, state["unoptimized"], EQUAL, ("buffer", "average", "other")):
+    ranks = [(side, rank, state) for side in diff.sides for rank, state in zip(side.run.ranks, side.states)]
+    for kinds in ("average", ("buffer", "other")):  # averages follow from weights, a buffer perhaps from a teacher
+        for side, rank, state in ranks if not diff.same_loss else ():
+            if found := apart(diff.a.states[0]["unoptimized"], state["unoptimized"], EQUAL, kinds):
                 fact = f"{found[0]} on rank {rank} of {side.label} differs from that on rank 0 of A"
                 fact += where(found[0], diff.a.states, diff.b.states)
                 copied = not diff.step and found[0].startswith("average")  # before the first step: from the weights
@@ -384,7 +384,12 @@ def buffers(diff):
 
 
 def where(name, *runs):
-    """Return text that says whether a buffer or an average differs between ranks. `runs` has the states of each run."""
+    """Return text that says whether a buffer or an average differs between ranks. `runs` has the states of each run.
+
+    It is empty if such tensors are sharded: their digests are those of the whole tensors, which all ranks have.
+    """
+    if any("sharded" in state["flags"] for states in runs for state in states):
+        return ""
     differs = any(apart(states[0]["unoptimized"], state["unoptimized"], EQUAL, name)
                   for states in runs for state in states[1:])
     return "; ranks differ, too" if differs else "; the ranks of each run agree"
@@ -403,12 +408,25 @@ def forward(diff):
 def reweighted(diff):
     """Weighting the losses of ranks and micro-batches by their counts gives the other run's loss."""
     for side, other in diff.orders if not diff.same_loss else ():
-        losses, counts, factors = parts_of_mean(side.states)
-        for weights in (weights for weights in counts if min(weights) != max(weights)):
+        every, counts, factors = parts_of_mean(side.states)
+        for weights, losses in ((weights, losses) for found in counts for weights, losses in grouped(
+                found, every, len(side.states)) if min(weights) != max(weights)):
             mean = sum(x * y for x, y in zip(weights, losses)) / (sum(weights) or math.nan)
             if any(math.isclose(factor * mean, other.mean, rel_tol=EQUAL) for factor in factors):
-                return (f"{mean_losses(diff)}; the {len(weights)} losses of {side.label}, weighted by the counts "
+                return (f"{mean_losses(diff)}; {len(weights)} losses of {side.label}, weighted by the counts "
                         f"{', '.join(f'{value:g}' for value in weights[:8])}, give the other run's loss")
+
+
+def grouped(weights, losses, ranks):
+    """Return pairs of weights and losses: as given, and summed over the micro-batches of each rank, and over ranks.
+
+    A program may divide all losses of a rank, or all losses of a micro-batch, by one count.
+    """
+    each = len(losses) // ranks
+    groups = [[slice(number * each, (number + 1) * each) for number in range(ranks)],
+              [slice(number, None, each) for number in range(each)]]
+    return [(weights, losses), *[([sum(weights[part]) for part in parts], [sum(losses[part]) for part in parts])
+                                 for parts in groups]]
 
 
 def class_weights(diff):

@@ -2,10 +2,10 @@
 
 The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
 of training data has delivered its last batch), "saved" (a file of a checkpoint has changed), "end" (the program has
-ended) or "failed". An optimizer's first step follows "parameters": name, shape, initial digest and Part of each one. A
-step follows "rows", which are long: for each parameter, learning rate, digests of the gradient and of the new value,
-REACHED, number of the group, and the digest of the gradient after the last backward pass or null; `options` of each
-group; `unoptimized`: the tensors that no optimizer changes, which are buffers and averages of the weights; and
+ended) or "failed". An optimizer's first step follows its "parameters": name, shape, initial digest and Part of each
+one. A step follows "rows", which are long: for each parameter, learning rate, digests of the gradient and of the new
+value, REACHED, number of the group, and the digest of the gradient after the last backward pass or null; `options` of
+each group; `unoptimized`: the tensors that no optimizer changes, which are buffers and averages of the weights; and
 `states`: what the optimizer keeps for each parameter.
 """
 import contextlib
@@ -239,7 +239,7 @@ class Recorder:
         if not self.depth and training and not self.samples.trained and not any(self.samples.pending.values()):
             tensors = [value for value in tensors_of((args, more)) if value.ndim > 0]
             trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss has no parameters
-            if trains and not any(item.requires_grad and not item.is_leaf for item in tensors):  # not of another module
+            if trains and not any(map(from_parameters, tensors)):  # not of another module
                 if not self.samples.called:
                     self.draws.note()
                 self.samples.called = True
@@ -272,15 +272,19 @@ class Recorder:
             return  # an optimizer inside another one, as in ZeroRedundancyOptimizer
         if float(getattr(optimizer, "found_inf", None) or 0):
             return  # GradScaler found infinite gradients: the fused kernel skips this step
-        self.outer = optimizer
         trained = [(item, number) for number, group in enumerate(optimizer.param_groups) for item in group["params"]
                    if item.requires_grad and not item.is_meta]  # meta: the data is in another process
         self.parameters, self.groups = [item for item, _ in trained], [number for _, number in trained]
         self.optimized |= {id(item) for item in self.parameters}
         self.rates = [[float(optimizer.param_groups[number].get("lr") or 0)] for number in self.groups]
+        if not any(rate for rate, in self.rates) and not any(nonzero(item.grad) for item in self.parameters):
+            return  # it only creates the optimizer's state, as torch.distributed.checkpoint does before it loads one
+        self.outer = optimizer
         key = [id(item) for item in self.parameters]
         if self.tables.get(optimizer, [None])[0] != key:
-            self.tables[optimizer] = key, *self.tabulate(self.modules.find(self.parameters, self.optimized))
+            number = [*self.tables, optimizer].index(optimizer)
+            names = self.modules.find(self.parameters, self.optimized)
+            self.tables[optimizer] = key, *self.tabulate(number, names)
         self.samples.settle()  # an optimizer may step inside the backward pass
         self.look_at_files()
         if self.saves:
@@ -333,8 +337,11 @@ class Recorder:
         _, names, _, small = self.tables[self.outer]
         return [[*names[number][:2], found] for number, found in zip(small, digests)]
 
-    def tabulate(self, names):
-        """Return lists: each parameter's (name, shape of the whole tensor, digest), the Parts, and the probes."""
+    def tabulate(self, optimizer, names):
+        """Write the table of an optimizer, given its number and its parameters' names.
+
+        Return lists: each parameter's (name, shape of the whole tensor, digest), the Parts, and the probes.
+        """
         self.begin()
         parts = find_parts(names, self.parameters, self.wholes, self.rank)
         shapes = [list(item.shape) for item in self.parameters]
@@ -346,8 +353,8 @@ class Recorder:
             with open(f"{self.folder}/marks", "a") as file:
                 file.writelines(f"{json.dumps(row)}\n" for row in marked)
         table = list(zip(names, shapes, digest(self.parameters, parts)))
-        self.write("parameters", rows=[[*row, part and [hash(part.places), len(part.places) / part.total]]
-                                       for row, part in zip(table, parts)])
+        rows = [[*row, part and [hash(part.places), len(part.places) / part.total]] for row, part in zip(table, parts)]
+        self.write("parameters", optimizer=optimizer, rows=rows)
         local = [number for number, item in enumerate(self.parameters) if not hasattr(item, "full_tensor")]
         return table, parts, sorted(local, key=lambda number: self.parameters[number].numel())[:PROBES]
 
@@ -358,6 +365,7 @@ class Recorder:
         self.flags |= {"batchnorm" for item in self.modules.leaves
                        if item.training and isinstance(item, norms) and not isinstance(item, exact)}
         self.flags |= {"evaluated"} if self.samples.evaluated else set()
+        self.flags |= {"sharded" for _, item in self.modules.unoptimized if hasattr(item, "full_tensor")}
         keys, _, parts, small = self.tables[optimizer]
         self.flags |= {"unreduced"} if self.reached & {*keys} and not self.touched else set()
         grads = self.grads or digest([item.grad for item in self.parameters], parts)
@@ -413,6 +421,18 @@ def digest_if_known(tensors, parts):
 
 def backward_runs():
     return torch._C._current_graph_task_id() >= 0
+
+
+def from_parameters(tensor):
+    """Return whether a tensor was computed from parameters, and not only from inputs such as the points of a PINN."""
+    nodes, known = [tensor.grad_fn], {None}
+    for node in nodes:  # it grows
+        if node not in known:
+            known.add(node)
+            if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+                return True
+            nodes += [parent for parent, _ in node.next_functions]
+    return False
 
 
 def nonzero(grad):

@@ -141,7 +141,7 @@ class Run:
 
 def read_events(path):
     """Return the events of a file; a step knows where its rows and the table of its parameters are."""
-    events, table, at = [], {}, 0
+    events, tables, at = [], {}, 0  # tables: one for each optimizer
     with open(path, "rb") as file:
         for line in file:
             if line.endswith(b"}\n"):  # else, the program was killed while it wrote this line
@@ -150,9 +150,10 @@ def read_events(path):
                 else:
                     event = json.loads(line)
                     if event["event"] == "parameters":
-                        table = event["rows"]
-                    events.append(event | {"file": path, "place": place, "table": table}
-                                  if event["event"] == "step" else event)
+                        tables[event["optimizer"]] = event["rows"]
+                    elif event["event"] == "step":
+                        event |= {"file": path, "place": place, "table": tables[event["optimizer"]]}
+                    events.append(event)
             at += len(line)
     return events
 
@@ -164,7 +165,7 @@ def load(state):
             file.seek(state["place"])
             state = {**json.loads(file.readline()), **state}
         state["rows"] = [[*fixed[:3], *moving[:3], fixed[3], moving[3], state["options"][moving[4]], *moving[5:]]
-                         for fixed, moving in zip(state["table"], state["rows"])]
+                         for fixed, moving in zip(state["table"], state["rows"], strict=True)]
     return {**state, "rows": [Row(*row) for row in state.get("rows", ())]}
 
 

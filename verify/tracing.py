@@ -43,6 +43,7 @@ def trace(report, a, b):
         part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
         fact = f"the outputs of all modules agree, so the {part} differs"
         message = message.removeprefix(UNSURE) if cause in ("loss", "not-averaged") else message
+        message = message.replace("the samples were not seen, so they may differ; ", "")  # inputs agree, too
     said = f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
     if cause != report["cause"]:
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}{said}"}
@@ -110,9 +111,23 @@ def changed_weights(a, b, step, module):
                               ("optimizer", "A and B", [theirs[0], mine[0]])):
         alike = [all(equal(calls[0], other) for other in calls) for calls in zip(*ranks)]
         if not all(alike) and alike[0]:
+            if cause == "optimizer" and not first_losses_agree(a, b, step):
+                return "loss", UNSURE + "the losses of the step's first backward pass differ"
             gradients = " from gradients that are not averaged" * (cause == "not-averaged")
             return cause, (f"the weights of {module} are equal on {who} in the first call, but not in a later one: "
                            f"something, such as SAM, has changed them in between{gradients}")
+
+
+def first_losses_agree(a, b, step):
+    """Return whether the losses of a step's first backward pass have equal means or sums over the ranks in both runs.
+
+    They cannot be compared, and so agree, if the ranks have different numbers of backward passes.
+    """
+    one, two = ([state["losses"] for state in run.at(step)[0]] for run in (a, b))
+    if len({*map(len, one + two)}) > 1 or not one[0]:
+        return True
+    first = [sum(losses[0] for losses in ranks) for ranks in (one, two)]
+    return any(math.isclose(first[0] / x, first[1] / y, rel_tol=EQUAL) for x in (1, len(one)) for y in (1, len(two)))
 
 
 def first_value(a, b, step):

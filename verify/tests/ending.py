@@ -2,8 +2,8 @@
 
 "float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
 names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores one label and
-weights the other. "closure" trains with LBFGS. "turns" has two optimizers; "turns-reset" also resets the gradients of
-the slower one too often.
+weights the other. "closure" trains with LBFGS. "turns" has two optimizers, after steps that only create the state of
+two others; "turns-reset" also resets the gradients of the slower one too often.
 """
 import sys
 
@@ -27,8 +27,12 @@ def on_complex_numbers():
 
 def in_turns(reset):
     """The second of two optimizers steps after every second batch."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
     models = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for model in models:
+        get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))  # takes a step with zero gradients
     for step in range(8):
         models[1](models[0](torch.randn(8, 3))).square().mean().backward()
         optimizers[0].step()

@@ -4,6 +4,7 @@ Every process is forked from this one, which has imported torch. FOLDER/MISTAKE 
 FOLDER/WAY what the loop of ending.py recorded, which ends in that way.
 """
 import contextlib
+import copy
 import gc
 import multiprocessing.util
 import os
@@ -209,8 +210,10 @@ def train_in_micro_batches(mistake, rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     wrapped = model
+    average = copy.deepcopy(model)
     if world > 1 and "sharded" in mistake:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        for each in (model, average):
+            fully_shard(each, mesh=init_device_mesh("cpu", (world,)))
     elif world > 1:
         wrapped = DistributedDataParallel(model)
     g = torch.Generator().manual_seed(2)
@@ -305,7 +308,7 @@ def train(mistake, rank, world):
             if mistake != "gradients kept" or world == 1:
                 model.zero_grad()
             if "points" in mistake:  # as those of a PINN, whose loss needs their gradients
-                x.requires_grad_()
+                x = x.requires_grad_().repeat(1, 1)
             if mistake == "functional dropout":
                 x = nn.functional.dropout(x, 0.5)
             if "from a buffer" in mistake:

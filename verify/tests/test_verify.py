@@ -26,7 +26,7 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
-from verify.recording import digest_if_known, options_of
+from verify.recording import digest_if_known, from_parameters, options_of
 from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
 from verify.samples import Samples, by_sample, counts_of, described
 from verify.tracing import after_backward, draws_that_differ, first_value, trace
@@ -519,12 +519,39 @@ def test_a_rule_says_whether_it_is_sure(cause, sure, a, b):
     assert (report["cause"], report["column"], not said.startswith("not sure: ")) == (cause, "grad", sure), report
 
 
-@pytest.mark.parametrize(("b", "said"), [([0, 1], "; ranks differ, too"), ([1, 1], "; the ranks of each run agree")])
-def test_the_answer_says_whether_buffers_differ_between_ranks(b, said):
+@pytest.mark.parametrize(("b", "flags", "said"), [
+    ([0, 1], [], "; ranks differ, too"), ([1, 1], [], "; the ranks of each run agree"),
+    ([1, 1], ["sharded"], "on rank 0 of A: ")])  # each rank has the digest of the whole tensor
+def test_the_answer_says_whether_buffers_differ_between_ranks(b, flags, said):
     """Another remedy for each: if the ranks agree, to broadcast the buffers changes nothing."""
     losses = {"losses": [1.5]}
-    report = compare_runs(*differing(losses | BUFFER[0], *[BUFFER[number] for number in b]))
+    report = compare_runs(*differing(losses | BUFFER[0], *[BUFFER[number] | {"flags": flags} for number in b]))
     assert report["cause"] == "buffers" and said in report["message"]
+
+
+@pytest.mark.parametrize(("flags", "said"), [({}, "; the ranks of each run agree: "), ({"sharded"}, "are the same: ")])
+def test_an_answer_after_the_last_step_says_the_same(flags, said):
+    rows = [("w", [2], [0.0] * 3, [1.0] * 3, [1.0] * 3)]
+    runs = made("A", rows), made("B", rows, rows)
+    for one, buffer in zip(runs, BUFFER):
+        one.flags |= {*flags}
+        for state in one.states(0):
+            state |= buffer
+    report = compare_runs(*runs)
+    assert report["cause"] == "buffers" and said in report["message"], report
+
+
+def test_averages_of_a_sharded_model_are_known_to_be_sharded(records):
+    assert "sharded" in Run.read(records / "sharded on 2", "B").flags - Run.read(records / "right on 2", "B").flags
+
+
+@pytest.mark.parametrize("losses", [
+    [[3 / 3, 9 / 3], [10 / 5, 5 / 5]], [[3 / 3, 9 / 5], [10 / 3, 5 / 5]]])  # by a rank's, by a micro-batch's count
+def test_losses_that_are_divided_by_the_count_of_a_rank_or_a_micro_batch_are_named(losses):
+    counts = [[[n] * 4 for n in rank] for rank in ([1, 2], [2, 3])]
+    b = [batch(size) | {"losses": mine, "counts": found} for size, mine, found in zip((1.0, 2.0), losses, counts)]
+    report = compare_runs(*differing({"losses": [27 / 8]}, *b))
+    assert report["cause"] == "uneven-mean" and "weighted by the counts 3, 5, give" in report["message"], report
 
 
 PASSED = [["input", "Net", True], ["input (integers)", "Net", True], ["input (integers)", "layer", False],
@@ -574,6 +601,20 @@ def test_what_enters_the_loss_besides_outputs_is_compared(weigh, centered, cause
     found = trace({"step": 1, "cause": "uneven-mean", "message": "not sure: evidence"}, *differing(*states))
     assert found["cause"] == cause and "the outputs of all modules agree" in found["message"], found
     assert ("enters the loss" in found["message"]) == (cause == "loss")
+
+
+def test_samples_that_were_not_seen_agree_if_all_inputs_do():
+    values = [{"passed": [["input", "Net", True, 4, 8, 1.0, 1.0]]}] * 2
+    message = "not sure: the samples were not seen, so they may differ; mean loss 1 in A, 2 in B"
+    found = trace({"step": 1, "cause": "loss", "message": message}, *differing(*values))
+    assert found["message"].startswith("mean loss 1 in A, 2 in B\nthe outputs of all modules agree"), found
+
+
+def test_points_that_need_a_gradient_are_not_taken_for_the_outputs_of_another_model():
+    points = torch.rand(4, 2).clone().requires_grad_()
+    mixed = torch.cat([points, torch.rand(2, 2)])
+    assert not from_parameters(torch.rand(2)) and not from_parameters(points) and not from_parameters(mixed)
+    assert from_parameters(torch.cat([points, torch.nn.Linear(2, 2)(mixed)]))
 
 
 def test_the_loss_of_a_module_is_no_output_that_must_agree():
@@ -736,6 +777,14 @@ def test_a_copy_that_differs_before_the_first_step_is_a_weight_that_starts_apart
     assert difference.explain()[0] == cause
 
 
+def test_a_copy_that_starts_apart_comes_before_a_buffer_that_follows_from_its_outputs():
+    """Such as the center of DINO's loss, which differs on rank 0, too, because the teacher of rank 1 does."""
+    copies = [{"unoptimized": [["other buffer center", [1], [center] * 3], ["average of w", [1], [weight] * 3]]}
+              for center, weight in ((1.0, 1.0), (2.0, 1.0), (2.0, 5.0))]
+    report = compare_runs(*differing({"losses": [1.5]} | copies[0], *copies[1:]))
+    assert report["cause"] == "start" and "average of w on rank 1 of B" in report["message"], report
+
+
 def test_an_average_that_differs_comes_before_a_rate_that_follows_from_it():
     """As if only rank 0 updated it, and the scheduler took its loss."""
     step = made("A", [("w", [2])]).states(0)[0]
@@ -786,6 +835,19 @@ def test_weights_that_change_within_a_step_are_named(a, b, cut, cause, said):
     found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *runs)
     assert found["cause"] == cause and said in found["message"], found
     assert "layer" in found["message"] or cause == "loss"
+
+
+@pytest.mark.parametrize(("a", "b", "cause"), [
+    ([3.0, 1.0], [[2.0, 1.0], [4.0, 1.0]], "optimizer"), ([3.0, 1.0], [[1.0, 1.0], [2.0, 1.0]], "optimizer"),
+    ([3.0, 1.0], [[3.0, 1.0], [4.0, 1.0]], "loss"), ([3.0, 1.0], [[3.0], [4.0]], "optimizer"),
+    ([], [[], []], "optimizer")])
+def test_a_loss_that_differs_before_the_weights_change_comes_first(a, b, cause):
+    """As in the first of SAM's two passes. Means or sums over the ranks must agree."""
+    states = [{"losses": losses, "passed": [["output", "layer", False, 4, 8, output, 1.0],
+                                            *[["weights", "layer", False, 0, 1, size, 1.0] for size in weights]]}
+              for losses, output, *weights in ((a, 1.0, 1.0, 2.0), *((part, 5.0, 1.0, 3.0) for part in b))]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*states))
+    assert found["cause"] == cause and ("not sure: the losses" in found["message"]) == (cause == "loss"), found
 
 
 @pytest.mark.parametrize(("loader", "said"), [(0, "evidence"), (INPUTS, "evidence\nthe output of Net differs")])
@@ -906,6 +968,14 @@ def test_counts_leave_out_padding_and_ignored_labels(rows, ignored, tokens):
 def test_gradients_that_are_reset_between_the_steps_of_a_slower_optimizer_are_named(records):
     report = verify.compare(records / "turns", records / "turns-reset")
     assert (report["cause"], report["step"]) == ("reset", 3), report
+
+
+def test_each_step_has_the_parameters_of_its_own_optimizer(records):
+    """Else, a smaller optimizer would cut the rows of a larger one, and what they say would not be compared."""
+    run = Run.read(records / "turns", "A")
+    found = [(state["optimizer"], [row.shape for row in run.at(number)[0][0]["rows"]])
+             for number, state in enumerate(run.ranks[0])]
+    assert found == [(0, [[3, 3], [3]]), (0, [[3, 3], [3]]), (1, [[1, 3], [1]])] * 4
 
 
 def test_complex_batches_and_ignored_labels_are_recorded(records):
