@@ -277,8 +277,8 @@ class Recorder:
         self.parameters, self.groups = [item for item, _ in trained], [number for _, number in trained]
         self.optimized |= {id(item) for item in self.parameters}
         self.rates = [[float(optimizer.param_groups[number].get("lr") or 0)] for number in self.groups]
-        if not any(rate for rate, in self.rates) and not any(nonzero(item.grad) for item in self.parameters):
-            return  # it only creates the optimizer's state, as torch.distributed.checkpoint does before it loads one
+        if only_creates_state(optimizer, self.parameters):
+            return
         self.outer = optimizer
         key = [id(item) for item in self.parameters]
         if self.tables.get(optimizer, [None])[0] != key:
@@ -402,6 +402,12 @@ class Recorder:
                     return
                 time.sleep(0.1)
             os._exit(0)
+
+
+def only_creates_state(optimizer, parameters):
+    """Return whether a step has rate 0 and no gradients, like that of torch.distributed.checkpoint before it loads."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(rate is not None and not float(rate) for rate in rates) and not any(nonzero(x.grad) for x in parameters)
 
 
 def options_of(optimizer, number, group):

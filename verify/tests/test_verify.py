@@ -26,7 +26,7 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
-from verify.recording import digest_if_known, from_parameters, options_of
+from verify.recording import digest_if_known, from_parameters, only_creates_state, options_of
 from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
 from verify.samples import Samples, by_sample, counts_of, described
 from verify.tracing import after_backward, draws_that_differ, first_value, trace
@@ -715,6 +715,17 @@ def test_a_line_that_draws_other_numbers_comes_before_a_size():
                                  "sites": [["p.py:1 (torch)", 4, float(size), 1.0]]} for size in (8, 12)]
     found = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, *differing(*states))
     assert found["message"].startswith("the program draws other random numbers for this step"), found
+
+
+@pytest.mark.parametrize(("rates", "grad", "only"), [
+    ([0.0, torch.tensor(0.0)], 0.0, True), ([0.0, 0.1], 0.0, False), ([0.0, 0.0], 1.0, False),  # such as a warm-up
+    ([None, None], 0.0, False)])  # an optimizer without rates
+def test_a_step_without_rate_and_gradients_is_none_of_training(rates, grad, only):
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in rates]
+    for item in parameters:
+        item.grad = torch.full((2,), grad)
+    groups = [{"params": [item], "lr": rate} for item, rate in zip(parameters, rates)]
+    assert only_creates_state(SimpleNamespace(param_groups=groups), parameters) == only
 
 
 def test_an_optimizer_that_wraps_another_has_the_name_of_that():
