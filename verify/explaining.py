@@ -13,6 +13,7 @@ from .records import EQUAL, INPUTS, NOISE, UNNAMED, Starts, apart, equal, gap, o
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
+UNSEEN = "the samples were not seen, so they may differ"
 RANKS = {"start": ("start", "initial weights"), "rate": ("rank-lr", "learning rates"),  # what differs between ranks
          "grad": ("not-averaged", "gradients"), "value": ("optimizer", "weights")}
 
@@ -467,7 +468,7 @@ def uneven_mean(diff):
 
 
 def mean_losses(diff):
-    seen = "equal samples" if diff.seen else "the samples were not seen, so they may differ"
+    seen = "equal samples" if diff.seen else UNSEEN
     return f"{seen}; mean loss {diff.losses[0]:.9g} in A, {diff.losses[1]:.9g} in B"
 
 

@@ -1,7 +1,7 @@
 """What first differs in one step, for which both runs have recorded values, draws and gradients, too."""
 import math
 
-from .explaining import UNSURE, Difference, are_inputs, common_factor, read_once, remedy
+from .explaining import UNSEEN, UNSURE, Difference, are_inputs, common_factor, read_once, remedy
 from .records import CONSTANT, EQUAL, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
@@ -43,7 +43,7 @@ def trace(report, a, b):
         part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
         fact = f"the outputs of all modules agree, so the {part} differs"
         message = message.removeprefix(UNSURE) if cause in ("loss", "not-averaged") else message
-        message = message.replace("the samples were not seen, so they may differ; ", "")  # inputs agree, too
+        message = message.replace(f"{UNSEEN}; ", "")  # the inputs agree, too
     said = f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
     if cause != report["cause"]:
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}{said}"}

@@ -26,15 +26,18 @@ def on_complex_numbers():
 
 
 def in_turns(reset):
-    """The second of two optimizers steps after every second batch."""
+    """The second of two optimizers steps after every second batch, and the first one gets a parameter more halfway."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     models = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
     for model in models:
         get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))  # takes a step with zero gradients
+    scale = torch.nn.Parameter(torch.ones(1))
     for step in range(8):
-        models[1](models[0](torch.randn(8, 3))).square().mean().backward()
+        if step == 4:
+            optimizers[0].add_param_group({"params": [scale]})
+        models[1](models[0](torch.randn(8, 3)) * scale).square().mean().backward()
         optimizers[0].step()
         optimizers[0].zero_grad()
         if step % 2:

@@ -545,13 +545,13 @@ def test_averages_of_a_sharded_model_are_known_to_be_sharded(records):
     assert "sharded" in Run.read(records / "sharded on 2", "B").flags - Run.read(records / "right on 2", "B").flags
 
 
-@pytest.mark.parametrize("losses", [
-    [[3 / 3, 9 / 3], [10 / 5, 5 / 5]], [[3 / 3, 9 / 5], [10 / 3, 5 / 5]]])  # by a rank's, by a micro-batch's count
-def test_losses_that_are_divided_by_the_count_of_a_rank_or_a_micro_batch_are_named(losses):
-    counts = [[[n] * 4 for n in rank] for rank in ([1, 2], [2, 3])]
-    b = [batch(size) | {"losses": mine, "counts": found} for size, mine, found in zip((1.0, 2.0), losses, counts)]
-    report = compare_runs(*differing({"losses": [27 / 8]}, *b))
-    assert report["cause"] == "uneven-mean" and "weighted by the counts 3, 5, give" in report["message"], report
+@pytest.mark.parametrize(("divisors", "said"), [([[7, 7, 7], [6, 6, 6]], "7, 6"), ([[3, 5, 5]] * 2, "3, 5, 5")])
+def test_losses_that_are_divided_by_the_count_of_a_rank_or_a_micro_batch_are_named(divisors, said):
+    counts, sums = [[1, 2, 4], [2, 3, 1]], [[3, 9, 2], [10, 5, 6]]
+    b = [batch(size) | {"losses": [x / n for x, n in zip(mine, by)], "counts": [[n] * 4 for n in found]}
+         for size, mine, by, found in zip((1.0, 2.0), sums, divisors, counts)]
+    report = compare_runs(*differing({"losses": [35 / 13]}, *b))
+    assert report["cause"] == "uneven-mean" and f"weighted by the counts {said}, give" in report["message"], report
 
 
 PASSED = [["input", "Net", True], ["input (integers)", "Net", True], ["input (integers)", "layer", False],
@@ -857,8 +857,11 @@ def test_a_loss_that_differs_before_the_weights_change_comes_first(a, b, cause):
     states = [{"losses": losses, "passed": [["output", "layer", False, 4, 8, output, 1.0],
                                             *[["weights", "layer", False, 0, 1, size, 1.0] for size in weights]]}
               for losses, output, *weights in ((a, 1.0, 1.0, 2.0), *((part, 5.0, 1.0, 3.0) for part in b))]
-    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*states))
+    runs = differing(*states)
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *runs)
     assert found["cause"] == cause and ("not sure: the losses" in found["message"]) == (cause == "loss"), found
+    runs[1].states(0)[1]["passed"][-1][-2] = 4.0  # the ranks of B change them differently: this is no guess
+    assert trace({"step": 1, "cause": "loss", "message": "evidence"}, *runs)["cause"] == "not-averaged"
 
 
 @pytest.mark.parametrize(("loader", "said"), [(0, "evidence"), (INPUTS, "evidence\nthe output of Net differs")])
@@ -986,7 +989,16 @@ def test_each_step_has_the_parameters_of_its_own_optimizer(records):
     run = Run.read(records / "turns", "A")
     found = [(state["optimizer"], [row.shape for row in run.at(number)[0][0]["rows"]])
              for number, state in enumerate(run.ranks[0])]
-    assert found == [(0, [[3, 3], [3]]), (0, [[3, 3], [3]]), (1, [[1, 3], [1]])] * 4
+    first, later, second = (0, [[3, 3], [3]]), (0, [[3, 3], [3], [1]]), (1, [[1, 3], [1]])
+    assert found == [first, first, second] * 2 + [later, later, second] * 2
+
+
+def test_rows_that_do_not_fit_their_table_are_not_cut(tmp_path):
+    file = tmp_path / "0-1.jsonl"
+    file.write_text('{"event": "rows", "rows": [[[0.1], [1], [1], 2, 0, null], [[0.1], [1], [1], 2, 0, null]]}\n')
+    state = {"file": file, "place": 0, "table": [["w", [1], [1], None]], "options": [{}]}
+    with pytest.raises(ValueError, match="longer"):
+        load(state)
 
 
 def test_complex_batches_and_ignored_labels_are_recorded(records):
