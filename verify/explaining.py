@@ -410,24 +410,26 @@ def reweighted(diff):
     """Weighting the losses of ranks and micro-batches by their counts gives the other run's loss."""
     for side, other in diff.orders if not diff.same_loss else ():
         every, counts, factors = parts_of_mean(side.states)
-        for weights, losses in ((weights, losses) for found in counts for weights, losses in grouped(
-                found, every, len(side.states)) if min(weights) != max(weights)):
+        for weights, losses in grouped(counts, every, len(side.states)):
             mean = sum(x * y for x, y in zip(weights, losses)) / (sum(weights) or math.nan)
             if any(math.isclose(factor * mean, other.mean, rel_tol=EQUAL) for factor in factors):
                 return (f"{mean_losses(diff)}; {len(weights)} losses of {side.label}, weighted by the counts "
                         f"{', '.join(f'{value:g}' for value in weights[:8])}, give the other run's loss")
 
 
-def grouped(weights, losses, ranks):
-    """Return pairs of weights and losses: as given, and summed over the micro-batches of each rank, and over ranks.
+def grouped(counts, losses, ranks):
+    """Yield pairs of counts and losses: as given, then summed over each rank's micro-batches, and over the ranks.
 
-    A program may divide all losses of a rank, or all losses of a micro-batch, by one count.
+    A program may divide all losses of a rank, or all losses of a micro-batch, by one count. Equal counts are left out.
     """
-    each = len(losses) // ranks
-    groups = [[slice(number * each, (number + 1) * each) for number in range(ranks)],
-              [slice(number, None, each) for number in range(each)]]
-    return [(weights, losses), *[([sum(weights[part]) for part in parts], [sum(losses[part]) for part in parts])
-                                 for parts in groups]]
+    every, each = [*range(len(losses))], len(losses) // ranks  # losses of each rank
+    parts = [[number] for number in every], [every[rank * each:][:each] for rank in range(ranks)], [
+        every[number::each] for number in range(each)]
+    for weights in counts:
+        for groups in parts:
+            summed = [[sum(values[number] for number in group) for group in groups] for values in (weights, losses)]
+            if len({*summed[0]}) > 1:
+                yield summed
 
 
 def class_weights(diff):

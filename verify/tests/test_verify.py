@@ -617,6 +617,12 @@ def test_points_that_need_a_gradient_are_not_taken_for_the_outputs_of_another_mo
     assert from_parameters(torch.cat([points, torch.nn.Linear(2, 2)(mixed)]))
 
 
+def test_a_rank_without_a_loss_is_no_hindrance():
+    """As a pipeline's first stage."""
+    b = [batch(1.0) | {"losses": [2.5], "counts": [[3] * 4]}, batch(2.0) | {"losses": [], "counts": []}]
+    assert compare_runs(*differing({"losses": [1.5]}, *b))["cause"] == "loss"
+
+
 def test_the_loss_of_a_module_is_no_output_that_must_agree():
     """It is that of each rank's share."""
     criterion, modules = torch.nn.MSELoss(), Modules()
