@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from conftest import LAUNCH, PROGRAMS, PYTHON, copy_out, epochs, good, load, run, same
+from conftest import FLOAT64, LAUNCH, PROGRAMS, PYTHON, RUNS, copy_out, epochs, good, load, run, same
 
 README = [*LAUNCH, "--nproc_per_node=2", "train_DDP.py"]
 
@@ -17,6 +17,7 @@ def finished(once):
     return folder / "copy/runs", result
 
 
+@pytest.mark.drill
 def test_the_default_run_learns_the_digits(finished):
     folder, result = finished
     assert epochs(result.out)[-1]["accuracy"] >= 0.97
@@ -57,15 +58,15 @@ def test_no_thread_of_the_backend_is_left_when_python_ends(finished, tmp_path, s
     assert (threads[1] is None) == (script in ("train_FSDP.py", "train_TP.py", "train_DCP.py")), said
 
 
-def test_a_save_that_breaks_off_spares_what_was_saved(finished, tmp_path):
+def test_a_save_that_breaks_off_spares_what_was_saved(runs, scripts, tmp_path):
     """No file may grow beyond 100 KiB (some shells count in KiB: 200), a third of a checkpoint at most."""
     names = "best.pt", "last.pt"
     for name in names:
-        shutil.copy(finished[0] / name, tmp_path)
+        shutil.copy(runs("train.py")[0] / name, tmp_path)
     assert all((tmp_path / name).stat().st_size > 600 * 1024 for name in names)
     before = [(tmp_path / name).read_bytes() for name in names]
-    result = run("sh", "-c", 'ulimit -f 200 && exec "$@"', "sh", PYTHON, "train.py", "--epochs", "11", "--resume",
-                 "auto", "--output-dir", tmp_path)
+    result = run("sh", "-c", 'ulimit -f 200 && exec "$@"', "sh", *RUNS["train.py"], "--epochs", "3", "--resume",
+                 "auto", "--output-dir", tmp_path, cwd=scripts, env=FLOAT64)
     left = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt*")}
     assert [left.get(name) for name in names] == before, f"of {names} there is left: {left.keys()}"
     assert result.code == 1 and len(result.err.splitlines()) == 1, result.err

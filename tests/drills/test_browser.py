@@ -9,8 +9,6 @@ import search
 from conftest import ROOT
 
 PAGE = ROOT / "docs/index.html"
-SCRIPTS = build_page.read_scripts()
-FAMILIES = [(parent, script.name) for script in SCRIPTS.values() for parent in script.parents]
 SHOWN, CONTRAST = ((ROOT / f"tests/programs/{name}.js").read_text() for name in ("shown", "contrast"))
 
 
@@ -83,25 +81,31 @@ def shown(browser, pairs, unified=False):
     return dict(zip(map(tuple, pairs), found, strict=True))
 
 
-def test_every_pair_shows_both_scripts_whole_and_the_numbers_of_the_markers(page):
-    """The test compares each script with its parents, and the next script with it: all pairs would take minutes."""
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.nightly)])
+def test_every_pair_shows_both_scripts_whole_and_the_numbers_of_the_markers(page, step):
+    """The test compares each script with its parents, and the next script with it: all pairs would take minutes.
+
+    By day, it compares each fourth of these pairs.
+    """
     browser = page()
-    backward = [pair[::-1] for pair in itertools.pairwise(SCRIPTS)]
-    pairs = sorted({*FAMILIES, *backward})
-    lines = {name: list(enumerate(script.lines, 1)) for name, script in SCRIPTS.items()}
+    scripts = build_page.read_scripts()
+    families = [(parent, script.name) for script in scripts.values() for parent in script.parents]
+    backward = [pair[::-1] for pair in itertools.pairwise(scripts)]
+    pairs = sorted({*families, *backward})[::step]
+    lines = {name: list(enumerate(script.lines, 1)) for name, script in scripts.items()}
     for (left, right), found in shown(browser, pairs).items():
         assert [(number, text) for number, text, *_ in found["rows"] if text is not None] == lines[left]
         assert [(number, text) for _, _, number, text, _ in found["rows"] if text is not None] == lines[right]
-        if SCRIPTS[right].parents == [left]:
-            assert found["count"] == sum(block.changed for block in SCRIPTS[right].blocks)
-            assert found["blocks"] == [block.reason for block in SCRIPTS[right].blocks]
+        if scripts[right].parents == [left]:
+            assert found["count"] == sum(block.changed for block in scripts[right].blocks)
+            assert found["blocks"] == [block.reason for block in scripts[right].blocks]
     for (_, right), found in shown(browser, pairs[::4], unified=True).items():
         assert [(number, text) for _, _, number, text, _ in found["rows"] if text is not None] == lines[right]
 
 
 def test_keys_step_through_the_changes(page):
     browser = page("#train.py...train_DDP.py")
-    reasons = [block.reason for block in SCRIPTS["train_DDP.py"].blocks]
+    reasons = [block.reason for block in build_page.read_scripts()["train_DDP.py"].blocks]
     changes, live = len(reasons), browser.find_element("id", "live")
     assert browser.find_element("id", "position").text == f"{changes} changes"
     for number in range(1, changes + 1):
@@ -164,7 +168,7 @@ def test_the_search_box_works_with_the_keyboard(page):
 
 def test_chosen_ideas_show_where_they_meet(page):
     browser = page("#ideas=amp+grad_accum")
-    combined = SCRIPTS["train_combined.py"]
+    combined = build_page.read_scripts()["train_combined.py"]
     both = [combined.lines[block.first - 1].strip() for block in combined.marked
             if block.reason.startswith("amp + grad_accum:")]
     meeting = [block.text for block in browser.find_elements("css selector", "#diff .meeting")]
