@@ -90,7 +90,7 @@ def test_a_resumed_run_ends_as_the_whole_run_bit_for_bit(trained, scenes, tmp_pa
     assert same(load(folder / "last.pt"), load(tmp_path / "last.pt"))
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_pictures_show_the_boxes(trained, scenes, tmp_path):
     folder, _ = trained("train.py")
     assert decode(folder / "detections.png").shape[0] == 3

@@ -147,7 +147,7 @@ def test_gloo_mixes_up_gradients_as_the_pitfall_says(tmp_path):
     assert found[1].count(right) == 2 and right not in found[0]  # -u prints the end of a line separately
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_what_how_it_works_says_can_be_seen():
     text = (DOCS / "how-it-works.md").read_text()
     commands = re.findall(r"```console\n(.*?)\n```", text)

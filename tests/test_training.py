@@ -90,7 +90,7 @@ def stopped(once, scripts):
 
 
 @pytest.mark.parametrize(("script", "parent"), [
-    pytest.param("train_elastic.py", "train_DDP.py", marks=pytest.mark.drill), ("train_DCP.py", "train_FSDP.py")])
+    pytest.param("train_elastic.py", "train_DDP.py", marks=pytest.mark.nightly), ("train_DCP.py", "train_FSDP.py")])
 def test_a_stopped_run_resumes_within_its_epoch(runs, stopped, script, parent):
     """The second command loses and repeats no sample: the weights are those of the parent, which ran in one command.
 

@@ -102,15 +102,16 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize(("task", "script"), [
     *(pytest.param("regression", script, marks=pytest.mark.nightly) for script in ("train_DDP.py", "train_TP.py")),
-    *(pytest.param("segmentation", script, marks=pytest.mark.drill) for script in ("train_DDP.py", "train_FSDP.py"))])
+    pytest.param("segmentation", "train_DDP.py", marks=pytest.mark.drill),
+    pytest.param("segmentation", "train_FSDP.py", marks=pytest.mark.nightly)])
 def test_two_processes_train_the_same_model(trained, task, script):
     one, two = trained(task, "train.py")[0], trained(task, script)[0]
     for file in ("best.pt", "last.pt"):
         assert distance(one / file, two / file) < 1e-11
 
 
-@pytest.mark.parametrize(("task", "units"), [
-    pytest.param("regression", 3, marks=pytest.mark.nightly), pytest.param("segmentation", 4, marks=pytest.mark.drill)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("task", "units"), [("regression", 3), ("segmentation", 4)])
 def test_the_headline_says_into_how_many_units_a_model_in_containers_is_split(trained, task, units):
     assert f" parameters in {units} FSDP units\n" in trained(task, TASKS[task][-1])[1].out
 

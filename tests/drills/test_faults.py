@@ -85,8 +85,9 @@ def test_runs_at_the_same_time(tmp_path, photos):
             assert (tmp_path / str(number) / "class_indices.json").stat().st_size
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", [
-    pytest.param([PYTHON, "train_mp.py"], id="mp", marks=pytest.mark.nightly),
+    pytest.param([PYTHON, "train_mp.py"], id="mp"),
     pytest.param([*TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", "--nproc-per-node=2", "train_DDP.py"],
                  id="torchrun")])
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path, command):

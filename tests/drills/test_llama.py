@@ -40,7 +40,7 @@ def test_published_weights_compute_the_same_here(transformers, tied, tmp_path, c
     assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_transformers_loads_an_exported_checkpoint(transformers, tied, tmp_path):
     torch.manual_seed(0)
     size = SIZE._replace(tied=tied)

@@ -73,6 +73,7 @@ def test_two_hosts(both, tmp_path):
     assert {tuple(facts["peer"][1:3]) for facts in said["ranks"]} == {("eth0", host.address) for host in both}
 
 
+@pytest.mark.nightly
 @on_hosts
 def test_a_blocked_port_is_named(both):
     """cook1 receives messages at rank 0's port, but its answers are lost, as behind a firewall."""
@@ -112,7 +113,8 @@ def test_a_name_that_leads_nowhere_else_is_named(both):
         assert second.end(60) == 1
 
 
-@pytest.mark.parametrize(("stopped", "limit", "name"), [(1, "40", "silent"), (0, "5", "store")])
+@pytest.mark.parametrize(("stopped", "limit", "name"), [
+    pytest.param(1, "40", "silent", marks=pytest.mark.nightly), (0, "5", "store")])
 def test_a_stopped_rank_is_named(stopped, limit, name):
     """The last rank connects when another one is stopped; of rank 0, the kernel still accepts connections."""
     port, last = free_port(), stopped + 1

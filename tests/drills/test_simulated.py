@@ -86,6 +86,7 @@ def test_the_detector_trains_the_same_model(scenes, tmp_path):
     assert load(tmp_path / "cpu/last.pt")["score"] == load(tmp_path / "npy/last.pt")["score"]
 
 
+@pytest.mark.nightly
 def test_the_loader_delivers_to_the_device(tmp_path):
     on_cpu, on_device = (good(run(*start, PROGRAMS / "probe.py", "--workers", "1", cwd=tmp_path, env=FROM_ROOT)).out
                          for start in ([PYTHON], SIMULATED))

@@ -42,6 +42,7 @@ def test_tasks_check_their_machines(environment, tmp_path):
     assert [facts["rank"] for facts in said["ranks"]] == [0, 1] and said["stage"] == "report"
 
 
+@pytest.mark.nightly
 def test_a_batch_script_is_no_task(environment, tmp_path):
     """sbatch sets SLURM_PROCID in the script itself: plain python there is a group of one and waits for nobody."""
     script = f"env | grep -c '^SLURM_PROCID'; {PYTHON} {' '.join(REFERENCE)} --epochs 1 --output-dir {tmp_path}"
@@ -49,6 +50,7 @@ def test_a_batch_script_is_no_task(environment, tmp_path):
     assert said.startswith("1\n") and "1 process(es) x 1 micro-batch x 96" in said and len(epochs(said)) == 1
 
 
+@pytest.mark.nightly
 def test_two_steps_of_a_job_train_side_by_side(environment, tmp_path):
     """Each has a port of its own. One is told MASTER_ADDR and finds no scontrol, as in a container."""
     train = f"{PYTHON} {' '.join(REFERENCE)} --epochs 1 --output-dir {tmp_path}"

@@ -38,6 +38,7 @@ def ray_environment(tmp_path):
     return CPU | {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
+@pytest.mark.nightly
 def test_rays_workers_are_the_processes_of_a_group(ray_environment, reference, tmp_path):
     """The weights equal torchrun's; relative paths are the caller's, although each worker has its own folder."""
     driver = [PYTHON, ROOT / "launch/ray_train.py", "--num-workers", "2", "--"]

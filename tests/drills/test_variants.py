@@ -64,6 +64,7 @@ def test_a_script_copied_out_measures_any_checkpoint_exactly(runs, scripts, tmp_
     assert said.strip().endswith(f"accuracy {reported['accuracy']:.4f}  top5 {reported['top5']:.4f}")
 
 
+@pytest.mark.nightly
 def test_two_halves_of_a_launch_on_two_hosts_are_one_run(runs, scripts, tmp_path):
     """One command per host, as in README; here, both hosts are this machine, and train the last epoch."""
     port, whole = free_port(), runs("train_mp.py")[0]
@@ -87,8 +88,8 @@ def test_a_resumed_run_may_have_another_number_of_processes(runs, scripts, tmp_p
 RING = ["train.py", "train_PP.py", "train_TP.py", "train_DCP.py", "train_FSDP.py", "train_amp.py"]
 
 
-@pytest.mark.parametrize("writer", [
-    name if name == "train_PP.py" else pytest.param(name, marks=pytest.mark.nightly) for name in RING[:-1]])
+@pytest.mark.nightly
+@pytest.mark.parametrize("writer", RING[:-1])
 def test_a_file_crosses(runs, scripts, tmp_path, writer):
     """Each script resumes from the previous script's file, with its momentum, up to the end of the whole run."""
     reader = RING[RING.index(writer) + 1] if writer != "train_FSDP.py" else "train.py"
@@ -138,6 +139,7 @@ def test_dropout_differs_between_ranks_steps_and_epochs_and_a_resumed_run_repeat
     assert rest["1"] == (whole["1"][3:] if again is TWO else [])
 
 
+@pytest.mark.nightly
 def test_a_tensor_group_drops_the_same_outputs(tmp_path):
     """Each process has all outputs of a block: they must stay equal."""
     masks = kept(TWO, "train_TP.py", 478, tmp_path, "--model", "vit")

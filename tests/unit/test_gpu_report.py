@@ -101,7 +101,7 @@ def test_a_machine_without_gpus_passes_none_of_their_tests():
         assert done.stdout.count(row) == 1, done.stdout
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_tests_run_several_at_a_time_and_at_the_end_those_that_fill_a_gpu(tmp_path):
     """Without GPUs, each test is skipped in its turn."""
     notes = tmp_path / "notes.json"

@@ -37,7 +37,7 @@ LIES = {  # name of the script: (the line that is wrong, what takes its place, t
     "train_fail.py": ("start = 2", "start = 2 / 0", ["--resume", "--evaluate"])}
 
 
-@pytest.mark.drill
+@pytest.mark.nightly
 def test_each_wrong_script_is_noticed(tmp_path):
     for folder in ("tools", "benchmarks", "common"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
