@@ -57,7 +57,8 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
         own = compare(folders[0], *again, native, again=True)
         if own["parameter"]:
             return refuse(report, f"two runs of command A differ at step {own['step']}: set its seeds", own["step"])
-    unclear = report["cause"] in ("samples", "random", "unknown", "no-backward") or report["message"].startswith(UNSURE)
+    unclear = report["message"].startswith(UNSURE) or report["cause"] in (
+        "samples", "random", "unknown", "no-backward", "forward")
     if unclear and (report["column"] == "grad" or report["cause"] == "not-averaged"):
         last = report["step"]
         shown, why = run(commands, last, whole, native=native, outputs_at=last)

@@ -507,7 +507,7 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
     is in `skipped` may differ.
     """
     states = run.at(step)[0]
-    for rank, state in zip(run.ranks, states):
+    for place, (rank, state) in enumerate(zip(run.ranks, states)):
         pairs = [pair for number, pair in enumerate(zip(states[0]["rows"], state["rows"])) if number not in skipped]
         if any(one[:2] != two[:2] for one, two in pairs):
             continue  # stages of a pipeline
@@ -520,17 +520,33 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
             cause, what = RANKS[column]
             differ = [pair for pair in pairs if worst([pair], column)[0] > limit]
             whole = other and all(len(state["samples"]) == len(other.samples(step)) > 0 for state in states)
+            unsure = ""
             if column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"]):
                 cause = "partial"
             elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
-                cause, what = "clip", "gradients, proportional to each other"
+                cause, why, unsure = divided(states, place, common_factor(differ)[0])
+                what = f"gradients, proportional to each other{why}"
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
             elif column == "grad" and cause == "not-averaged" and any(
                     one.grad[0] > 0 and worst([(one, two)], "grad")[0] <= limit for one, two in pairs):
-                what += f" of {len(differ)} of {len(pairs)} tensors, so average these, too"
-            unsure = UNSURE * bool(cause == "not-averaged" and whole)  # in a tensor-parallel group, samples are equal
+                what += f" of {len(differ)} of {len(pairs)} tensors, so average these, too, or sum parts of a sequence"
+            if cause == "not-averaged" and whole:  # in a tensor-parallel group, samples are equal
+                unsure = UNSURE
             return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
+
+
+def divided(states, place, factor):
+    """Return the cause and the evidence if a rank's gradients are `factor` times those of rank 0, and UNSURE or ""."""
+    losses, counts, _ = parts_of_mean(states)
+    each = len(losses) // len(states)  # losses of each rank
+    for weights in counts if each else ():
+        ours, theirs = (sum(weights[number * each:][:each]) for number in (0, place))
+        if math.isclose(theirs * factor, ours, rel_tol=EQUAL) and ours:
+            return "uneven-mean", f": each is divided by its own count, {ours:g} and {theirs:g}", ""
+    if states[0]["clips"] != states[place]["clips"]:
+        return "clip", "", ""
+    return "clip", ", after equal clip calls: something else clips or divides them on each rank", UNSURE
 
 
 def unmatched(rows, others, pairs):
@@ -545,7 +561,8 @@ def unmatched(rows, others, pairs):
                 # clipping scales one run's gradients by one factor
                 cause = "partial" if equal([one * whole[2]], [two * whole[1]]) else "not-averaged"
                 cause = "clip" if common_factor([(twin, row)])[1] < EQUAL else cause
-                return cause, f"two copies of {row.name} in {'AB'[side]} have different gradients"
+                return cause, (f"two copies of {row.name} in {'AB'[side]} have different gradients; if they should be "
+                               "one tensor, tie them again after the model is moved, split or wrapped")
     return "unknown", f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
 
 

@@ -139,17 +139,24 @@ class Samples:
 def by_sample(batch, count):
     """Return the parts of a batch that have a row for each sample: tensors, or lists of a tensor for each sample.
 
+    Of a list of what each sample has, such as {"boxes": ..., "labels": ...}, the tensors of a sample are joined.
     `count` is the number of indices that the loader drew, or None if it is not known; the parts are then the most
     common length. Return [] if it is not clear which parts these are.
     """
-    def is_list(value):
-        return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, torch.Tensor) for x in value)
+    def is_list(value, kind):
+        return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, kind) for x in value)
+
+    def of_samples(value):
+        pairs = is_list(value, (list, tuple)) and (  # such as an image and a target, not all images and all targets
+            {*map(len, value)} != {count} or all(len({(type(x), getattr(x, "ndim", 0)) for x in part}) > 1
+                                                 for part in value))
+        return is_list(value, torch.Tensor) or is_list(value, dict) or pairs
 
     def visit(value):
-        for part in torch.utils._pytree.tree_leaves(value, lambda part: is_list(part) and len(part) == count):
+        for part in torch.utils._pytree.tree_leaves(value, lambda part: of_samples(part) and len(part) == count):
             if isinstance(getattr(part, "data", None), dict):
                 yield from visit(part.data)
-            elif is_list(part) or isinstance(part, torch.Tensor) and part.ndim:
+            elif of_samples(part) or isinstance(part, torch.Tensor) and part.ndim:
                 yield part
 
     found = [*visit(batch)]
@@ -158,10 +165,20 @@ def by_sample(batch, count):
         lengths = [] if nested else [*map(len, found)]
         count = max(lengths, key=lengths.count, default=0)
         return [part for part in found if not nested and len(part) == count]
-    for part in [part for part in found if is_list(part)]:
-        if {x.shape[0] if x.ndim else 1 for x in part} == {count}:  # `count` inputs, or a tensor for each sample?
-            return [*part] if part is batch else []
-    return [part for part in found if len(part) == count]
+    for part in [part for part in found if not isinstance(part, torch.Tensor)]:
+        if {len(x) if x.ndim else 1 for x in tensors_in(part)} == {count}:  # `count` parts, or what each sample has?
+            return [*part] if part is batch and is_list(part, torch.Tensor) else []
+    return [part if isinstance(part, torch.Tensor) else [*map(joined, part)] for part in found if len(part) == count]
+
+
+def tensors_in(value):
+    return [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, torch.Tensor)]
+
+
+def joined(value):
+    """Return a tensor, or all values of the tensors in a nested value in one tensor."""
+    tensors = [real(item.detach()).cpu().double().flatten() for item in tensors_in(value)]
+    return value if isinstance(value, torch.Tensor) else torch.cat(tensors) if tensors else torch.zeros(0)
 
 
 def counts_of(parts, ignored=-100):

@@ -28,7 +28,7 @@ from verify.modules import Modules
 from verify.precision import widened
 from verify.recording import digest_if_known, from_parameters, only_creates_state, options_of
 from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
-from verify.samples import Samples, by_sample, counts_of, described
+from verify.samples import Samples, by_sample, counts_of, described, samples_of
 from verify.tracing import after_backward, draws_that_differ, first_value, trace
 from verify.watching import new_order, one_share, rates, replicas, watch
 
@@ -217,7 +217,7 @@ def test_two_copies_of_a_weight_have_parts_of_its_gradient_up_to_clipping(grad, 
     rows = [Row(name, [4], [3, 1, 2], [0.1], found, [1, 1, 1]) for name, found in (
         ("w", grad), ("w", [1, 0.1, 0.3]), ("copy", [1, 0.2, 0.2]))]
     found = unmatched(rows[:1], rows[1:], [(rows[0], rows[1])])
-    assert found == (cause, "two copies of copy in B have different gradients")
+    assert found[0] == cause and "two copies of copy in B have different gradients; if they should be one" in found[1]
 
 
 def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
@@ -227,6 +227,22 @@ def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
     ragged, targets = by_sample(([a, long], b), 2)
     assert [id(part) for part in ragged] == [id(a), id(long)] and targets is b
     assert by_sample([torch.ones(8), torch.ones(8)], 4) == []  # rows of all samples
+
+
+def test_what_each_sample_has_is_no_part_of_the_batch():
+    """With as many boxes as the batch has samples, an image's boxes are no row for each sample."""
+    images = [torch.ones(3, 8, 8), torch.ones(3, 9, 9)]
+    targets = [{"boxes": torch.ones(n, 4), "labels": torch.ones(n), "name": "cat"} for n in (2, 1)]
+    for batch in ((images, targets), {"images": images, "targets": targets}):
+        found = by_sample(batch, 2)
+        assert [[len(row) for row in part] for part in found] == [[3, 3], [10, 5]]
+    for batch in ([*zip(images, targets)], [{"image": image, **target} for image, target in zip(images, targets)]):
+        (rows,) = by_sample(batch, 2)
+        assert [row.numel() for row in rows] == [3 * 64 + 10, 3 * 81 + 5]
+    assert by_sample([{"view": torch.ones(2, 3)}, {"view": torch.ones(2, 3)}], 2) == []  # two parts of two samples?
+    assert [len(part) for part in by_sample((images, [torch.ones(5), torch.ones(7)]), 2)] == [2, 2]
+    assert [len(part) for part in by_sample((images, [[torch.ones(4)] * 3, [torch.ones(4)]]), 2)] == [2, 2]
+    assert len(samples_of(by_sample((images, [{}, {"boxes": torch.ones(1, 4)}]), 2))) == 2
 
 
 def test_ranks_that_train_apart_are_not_comparable_with_one(records):
@@ -446,6 +462,35 @@ def test_a_difference_that_low_precision_allows_is_no_proof():
     a.flags = b.flags = {"torch.bfloat16"}
     report = compare_runs(a, b, native=True)
     assert report["verdict"] == "alike" and "within 0.038: too coarse to prove" in report["message"]
+
+
+@pytest.mark.parametrize(("native", "sizes", "decay", "verdict"), [
+    (True, [1.0, 1.0, 3.0], "0", "same"), (True, [1.0, 3.0, 3.0], "0", "different"),
+    (True, [1.0, 1.0, 3.0], "0.1", "different"), (False, [1.0, 1.0, 3.0], "0", "different")])
+def test_a_few_updates_from_rounding_errors_are_no_difference_in_low_precision(native, sizes, decay, verdict):
+    """As of the bias of attention's keys, whose gradient should be zero: Adam divides it by its own size."""
+    a, b = (made(label, [(f"w{number}", [2], [1.0] * 3, [1.0] * 3, [value] * 3) for number, value in enumerate(values)])
+            for label, values in (("A", [1.0] * 3), ("B", sizes)))
+    for state, value in zip(a.states(0) + b.states(0), ("0", decay)):
+        state["rows"] = [[*row, None, 2, {"weight_decay": value}] for row in state["rows"]]
+    report = compare_runs(a, b, native)
+    assert report["verdict"] == verdict and report["cause"] == (None if verdict == "same" else "optimizer"), report
+
+
+@pytest.mark.parametrize(("counts", "clips", "cause", "said"), [
+    ([[[4.0] * 4], [[2.0] * 4]], [[], []], "uneven-mean", ": each is divided by its own count, 4 and 2: divide"),
+    ([[[4.0] * 4], [[3.0] * 4]], [[[1.0, 0.5]], [[2.0, 0.5]]], "clip", ": clip once per step"),
+    ([[[4.0] * 4], [[3.0] * 4]], [[[1.0, 9.0]]] * 2, "clip", ", after equal clip calls: something else"),
+    ([[], []], [[], []], "clip", ", after equal clip calls: something else")])
+def test_ranks_that_divide_their_gradients_apart_are_told_from_those_that_clip_them(counts, clips, cause, said):
+    a, b = differing({}, {}, {})
+    for state, factor, count, clip in zip(b.states(0), (1.0, 2.0), counts, clips):
+        state["rows"] = [[*row[:4], [factor * value for value in row[4]], row[5]] for row in state["rows"]]
+        state["counts"], state["clips"] = count, clip
+    report = compare_runs(a, b)
+    sure = "not sure: " * ("equal" in said)
+    fact = f"{sure}ranks 0 and 1 of B have different gradients, proportional to each other{said}"
+    assert report["cause"] == cause and report["message"].startswith(fact), report
 
 
 def test_a_batch_that_is_read_ahead_belongs_to_the_step_that_trains_on_it():
@@ -692,7 +737,8 @@ def test_one_gradient_of_several_that_is_not_averaged_is_said_to_be_one():
         state["batches"] = [[0, [], [1.0], [], []]]
         join_samples(state)
     report = compare_runs(a, b)
-    assert report["cause"] == "not-averaged" and "1 of 2 tensors, so average these, too" in report["message"], report
+    said = "ranks 0 and 1 of B have different gradients of 1 of 2 tensors, so average these, too"
+    assert report["cause"] == "not-averaged" and report["message"].startswith(said), report
 
 
 @pytest.mark.parametrize(("name", "said"), [("parameter", True), ("w", False)])
