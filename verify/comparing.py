@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from .explaining import Difference, options_that_differ, ranks_differ, remedy, unmatched, where
-from .records import EQUAL, NOISE, Run, apart, match, same_probes, without_padding, worst
+from .records import EQUAL, NOISE, Run, apart, gap, match, same_probes, without_padding, worst
 
 
 class Limits(NamedTuple):
@@ -145,13 +145,15 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
 
 
 def without_rounding(pairs, limit):
-    """Leave out the values that differ if few do, and no option of an optimizer does.
+    """Leave out the values that differ if few do, by not more than both have moved, and no option of an optimizer does.
 
     Adam makes a whole update of the rounding error of a gradient that should be zero, as of the bias of attention's
     keys, which one tensor may hold with that of the values.
     """
     alike = [pair for pair in pairs if worst([pair], "value")[0] <= limit]
-    return alike if 2 * len(alike) > len(pairs) and not options_that_differ(pairs, "A", "B") else pairs
+    near = sum(gap(one.value, two.value) <= max(limit, 2 * gap(one.start, one.value)) for one, two in pairs)
+    few = 2 * len(alike) > len(pairs) == near
+    return alike if few and not options_that_differ(pairs, "A", "B") else pairs
 
 
 def unequal_steps(run, failure):

@@ -137,9 +137,9 @@ class Samples:
 
 
 def by_sample(batch, count):
-    """Return the parts of a batch that have a row for each sample: tensors, or lists of a tensor for each sample.
+    """Return the parts of a batch that have a row for each sample: tensors, or lists of what each sample has.
 
-    Of a list of what each sample has, such as {"boxes": ..., "labels": ...}, the tensors of a sample are joined.
+    That is a tensor or, for example, {"boxes": a tensor, "labels": a tensor}.
     `count` is the number of indices that the loader drew, or None if it is not known; the parts are then the most
     common length. Return [] if it is not clear which parts these are.
     """
@@ -168,7 +168,7 @@ def by_sample(batch, count):
     for part in [part for part in found if not isinstance(part, torch.Tensor)]:
         if {len(x) if x.ndim else 1 for x in tensors_in(part)} == {count}:  # `count` parts, or what each sample has?
             return [*part] if part is batch and is_list(part, torch.Tensor) else []
-    return [part if isinstance(part, torch.Tensor) else [*map(joined, part)] for part in found if len(part) == count]
+    return [part for part in found if len(part) == count]
 
 
 def tensors_in(value):
@@ -176,18 +176,20 @@ def tensors_in(value):
 
 
 def joined(value):
-    """Return a tensor, or all values of the tensors in a nested value in one tensor."""
-    tensors = [real(item.detach()).cpu().double().flatten() for item in tensors_in(value)]
-    return value if isinstance(value, torch.Tensor) else torch.cat(tensors) if tensors else torch.zeros(0)
+    """Return the values of all tensors that a sample has in one tensor, in float64."""
+    tensors = [real(item.detach()).cpu().double() for item in tensors_in(value)]
+    return tensors[0] if isinstance(value, torch.Tensor) else torch.cat([torch.zeros(0), *map(torch.flatten, tensors)])
 
 
 def counts_of(parts, ignored=-100):
     """Return, for each tensor, numbers that a loss may be divided by: elements, labels, tokens or masked values, sum.
 
     Labels are what is neither `ignored` nor NaN, tokens what is not padding. Without the first token of each row, they
-    count a second time, for models that predict the next token.
+    count a second time, for models that predict the next token. Of a list, count each tensor's rows, such as boxes.
     """
-    found = []
+    lists = [[tensors_in(sample) for sample in part] for part in parts if not isinstance(part, torch.Tensor)]
+    found = [[sum(len(item) if item.ndim else 1 for item in column)] * 4
+             for samples in lists if len({*map(len, samples)}) == 1 for column in zip(*samples)]
     for item in (real(item) for item in parts if isinstance(item, torch.Tensor)):
         if item.numel() > 1e6:
             found.append([item.numel()] * 4)  # such as images: too slow to look at
@@ -253,8 +255,8 @@ def samples_of(parts):
             digest += digests_of(part, n)
             labels += part * n if part.ndim == 1 and not part.is_floating_point() else 0
         else:
-            digest += torch.cat([digests_of(real(row.detach()).cpu()[None], n) for row in part])
-    size = sum(part[0].numel() for part in parts if len(part) == rows > 0)
+            digest += torch.cat([digests_of(joined(row)[None], n) for row in part])
+    size = sum(item.numel() for part in parts if len(part) == rows > 0 for item in tensors_in(part[0]))
     return [(*pair, size) for pair in zip(digest.tolist(), labels.tolist())]
 
 

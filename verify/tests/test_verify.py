@@ -235,14 +235,20 @@ def test_what_each_sample_has_is_no_part_of_the_batch():
     targets = [{"boxes": torch.ones(n, 4), "labels": torch.ones(n), "name": "cat"} for n in (2, 1)]
     for batch in ((images, targets), {"images": images, "targets": targets}):
         found = by_sample(batch, 2)
-        assert [[len(row) for row in part] for part in found] == [[3, 3], [10, 5]]
+        assert found == [images, targets] and [number for *_, number in samples_of(found)] == [3 * 64 + 10] * 2
+        assert [row[0] for row in counts_of(found)] == [6, 3, 3]  # channels, boxes and labels
     for batch in ([*zip(images, targets)], [{"image": image, **target} for image, target in zip(images, targets)]):
-        (rows,) = by_sample(batch, 2)
-        assert [row.numel() for row in rows] == [3 * 64 + 10, 3 * 81 + 5]
+        found = by_sample(batch, 2)
+        assert found == [batch] and [number for *_, number in samples_of(found)] == [3 * 64 + 10] * 2
+        assert [row[0] for row in counts_of(found)] == [6, 3, 3]
     assert by_sample([{"view": torch.ones(2, 3)}, {"view": torch.ones(2, 3)}], 2) == []  # two parts of two samples?
     assert [len(part) for part in by_sample((images, [torch.ones(5), torch.ones(7)]), 2)] == [2, 2]
     assert [len(part) for part in by_sample((images, [[torch.ones(4)] * 3, [torch.ones(4)]]), 2)] == [2, 2]
-    assert len(samples_of(by_sample((images, [{}, {"boxes": torch.ones(1, 4)}]), 2))) == 2
+    found = by_sample((images, [{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(3)}]), 2)
+    assert len(samples_of(found)) == 2 and [row[0] for row in counts_of(found)] == [6]
+    before = samples_of([targets])
+    targets[1]["labels"] *= 2
+    assert [one == two for one, two in zip(before, samples_of([targets]))] == [True, False]
 
 
 def test_ranks_that_train_apart_are_not_comparable_with_one(records):
@@ -465,12 +471,13 @@ def test_a_difference_that_low_precision_allows_is_no_proof():
 
 
 @pytest.mark.parametrize(("native", "sizes", "decay", "verdict"), [
-    (True, [1.0, 1.0, 3.0], "0", "same"), (True, [1.0, 3.0, 3.0], "0", "different"),
-    (True, [1.0, 1.0, 3.0], "0.1", "different"), (False, [1.0, 1.0, 3.0], "0", "different")])
+    (True, [2.50002, 3.0, 4.0], "0", "same"), (True, [2.5, 4.0, 4.0], "0", "different"),
+    (True, [2.5, 3.0, 4.0], "0.1", "different"), (False, [2.5, 3.0, 4.0], "0", "different"),
+    (True, [2.5, 3.0, 30.0], "0", "different")])  # by more than both have moved from 2.5
 def test_a_few_updates_from_rounding_errors_are_no_difference_in_low_precision(native, sizes, decay, verdict):
     """As of the bias of attention's keys, whose gradient should be zero: Adam divides it by its own size."""
-    a, b = (made(label, [(f"w{number}", [2], [1.0] * 3, [1.0] * 3, [value] * 3) for number, value in enumerate(values)])
-            for label, values in (("A", [1.0] * 3), ("B", sizes)))
+    a, b = (made(label, [(f"w{number}", [2], [2.5] * 3, [1.0] * 3, [value] * 3) for number, value in enumerate(values)])
+            for label, values in (("A", [2.5, 3.0, 3.0]), ("B", sizes)))
     for state, value in zip(a.states(0) + b.states(0), ("0", decay)):
         state["rows"] = [[*row, None, 2, {"weight_decay": value}] for row in state["rows"]]
     report = compare_runs(a, b, native)
