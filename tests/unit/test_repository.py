@@ -31,6 +31,12 @@ def test_the_workflows_run_the_commands_of_the_readme():
     assert commands(read(".github/workflows/nightly.yml")["jobs"]["mutations"])[-1].startswith("python tools/mutate.py")
 
 
+def test_by_night_the_system_has_the_packages_of_the_drills():
+    day, night = (re.search(r"--no-install-recommends((?:[ \\\n]+[a-z][\w-]+)+)", (ROOT / path).read_text())[1]
+                  for path in (".ci/run", ".github/workflows/nightly.yml"))
+    assert day.replace("\\", "").split() == night.split() and "slurm-wlm" in night
+
+
 def test_the_oldest_versions_are_those_that_the_project_asks_for():
     needed = dict(re.findall(r"^(torch|torchvision)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M))
     oldest, newest = read(".github/workflows/test.yml")["jobs"]["readme"]["strategy"]["matrix"]["include"]
