@@ -139,7 +139,8 @@ class Samples:
 def by_sample(batch, count):
     """Return the parts of a batch that have a row for each sample: tensors, or lists of what each sample has.
 
-    That is a tensor or, for example, {"boxes": a tensor, "labels": a tensor}.
+    That is a tensor or, for example, {"boxes": a tensor, "labels": a tensor}. What has no tensor but scalars, such as a
+    text and its class, does not tell samples apart.
     `count` is the number of indices that the loader drew, or None if it is not known; the parts are then the most
     common length. Return [] if it is not clear which parts these are.
     """
@@ -147,16 +148,18 @@ def by_sample(batch, count):
         return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, kind) for x in value)
 
     def of_samples(value):
+        if is_list(value, torch.Tensor):
+            return len(tensors_in(value)) == len(value)
         pairs = is_list(value, (list, tuple)) and (  # such as an image and a target, not all images and all targets
             {*map(len, value)} != {count} or all(len({(type(x), getattr(x, "ndim", 0)) for x in part}) > 1
                                                  for part in value))
-        return is_list(value, torch.Tensor) or is_list(value, dict) or pairs
+        return (pairs or is_list(value, dict)) and all(any(x.ndim for x in tensors_in(sample)) for sample in value)
 
     def visit(value):
         for part in torch.utils._pytree.tree_leaves(value, lambda part: of_samples(part) and len(part) == count):
             if isinstance(getattr(part, "data", None), dict):
                 yield from visit(part.data)
-            elif of_samples(part) or isinstance(part, torch.Tensor) and part.ndim:
+            elif of_samples(part) or any(item.ndim for item in tensors_in(part)):
                 yield part
 
     found = [*visit(batch)]
@@ -172,13 +175,15 @@ def by_sample(batch, count):
 
 
 def tensors_in(value):
-    return [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, torch.Tensor)]
+    """Return the dense tensors in a nested value, those of subclasses such as torchvision's boxes included."""
+    return [item for item in torch.utils._pytree.tree_leaves(value) if isinstance(item, torch.Tensor)
+            and item.layout == torch.strided and not item.is_nested]
 
 
 def joined(value):
-    """Return the values of all tensors that a sample has in one tensor, in float64."""
+    """Return a tensor, or the values of all tensors in a nested value as one tensor, in float64."""
     tensors = [real(item.detach()).cpu().double() for item in tensors_in(value)]
-    return tensors[0] if isinstance(value, torch.Tensor) else torch.cat([torch.zeros(0), *map(torch.flatten, tensors)])
+    return tensors[0] if isinstance(value, torch.Tensor) else torch.cat([*map(torch.flatten, tensors)])
 
 
 def counts_of(parts, ignored=-100):

@@ -229,6 +229,7 @@ def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
     assert by_sample([torch.ones(8), torch.ones(8)], 4) == []  # rows of all samples
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_each_sample_has_is_no_part_of_the_batch():
     """With as many boxes as the batch has samples, an image's boxes are no row for each sample."""
     images = [torch.ones(3, 8, 8), torch.ones(3, 9, 9)]
@@ -244,6 +245,12 @@ def test_what_each_sample_has_is_no_part_of_the_batch():
     assert by_sample([{"view": torch.ones(2, 3)}, {"view": torch.ones(2, 3)}], 2) == []  # two parts of two samples?
     assert [len(part) for part in by_sample((images, [torch.ones(5), torch.ones(7)]), 2)] == [2, 2]
     assert [len(part) for part in by_sample((images, [[torch.ones(4)] * 3, [torch.ones(4)]]), 2)] == [2, 2]
+    assert not by_sample([("text", torch.tensor(1)), ("other", torch.tensor(1))], 2)  # the text is not recorded
+    assert not by_sample([{"ids": [1, 2]}, {"ids": [3, 4]}], 2)
+    sparse = [torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]
+    assert by_sample((sparse[0], images, sparse[:1] * 2, sparse[1:] * 2), 2) == [images]
+    (rows,) = by_sample([{"adjacency": sparse, "x": torch.ones(5)}] * 2, 2)
+    assert [number for *_, number in samples_of([rows])] == [5, 5]
     found = by_sample((images, [{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(3)}]), 2)
     assert len(samples_of(found)) == 2 and [row[0] for row in counts_of(found)] == [6]
     before = samples_of([targets])
@@ -488,7 +495,8 @@ def test_a_few_updates_from_rounding_errors_are_no_difference_in_low_precision(n
     ([[[4.0] * 4], [[2.0] * 4]], [[], []], "uneven-mean", ": each is divided by its own count, 4 and 2: divide"),
     ([[[4.0] * 4], [[3.0] * 4]], [[[1.0, 0.5]], [[2.0, 0.5]]], "clip", ": clip once per step"),
     ([[[4.0] * 4], [[3.0] * 4]], [[[1.0, 9.0]]] * 2, "clip", ", after equal clip calls: something else"),
-    ([[], []], [[], []], "clip", ", after equal clip calls: something else")])
+    ([[], []], [[], []], "clip", ", after equal clip calls: something else"),
+    ([[[0.0] * 4]] * 2, [[], []], "clip", ", after equal clip calls: something else")])
 def test_ranks_that_divide_their_gradients_apart_are_told_from_those_that_clip_them(counts, clips, cause, said):
     a, b = differing({}, {}, {})
     for state, factor, count, clip in zip(b.states(0), (1.0, 2.0), counts, clips):
@@ -739,7 +747,7 @@ def test_gradients_after_the_backward_pass_are_known_for_all_parameters_or_none(
 
 def test_one_gradient_of_several_that_is_not_averaged_is_said_to_be_one():
     a, b = differing({}, {}, {})
-    b.states(0)[1]["rows"][0][4] = [9.0] * 3
+    b.states(0)[1]["rows"][0][4] = [2.0, 4.0, 6.0]  # one gradient alone is no proof that all are proportional
     for state in b.states(0):
         state["batches"] = [[0, [], [1.0], [], []]]
         join_samples(state)
