@@ -5,8 +5,8 @@ import math
 import re
 from typing import NamedTuple
 
-from .explaining import Difference, options_that_differ, ranks_differ, remedy, unmatched, where
-from .records import EQUAL, NOISE, Run, apart, gap, match, same_probes, without_padding, worst
+from .explaining import UNSURE, Difference, options_that_differ, ranks_differ, remedy, unmatched, where
+from .records import EQUAL, NOISE, Run, apart, gap, match, same_probes, trained, without_padding, worst
 
 
 class Limits(NamedTuple):
@@ -27,6 +27,7 @@ EVALUATED = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|evaluation|ev
 NUMBER = r"[-+]?\d{1,40}(?:\.\d{1,40})?(?:[eE][-+]?\d{1,4})?"
 PRINTED = re.compile(  # all parts have a limit, and each word is tried once: the time is linear in the output
     r"(?<![\w/.@-])([A-Za-z][\w/.@-]{0,80})[\"']?\s{0,8}[:=]?\s{0,8}[\"'(]?(" + NUMBER + r")(?![\w.]{0,80}[A-Za-z])")
+ALONE = re.compile(r"closed by peer|reset by peer|broken pipe|timed? ?out", re.I)  # a collective without a rank
 OCCURRENCES = 100_000  # compare so many numbers of a metric, so that memory is bounded
 
 
@@ -90,6 +91,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
     paces = [0 if again else run.trains_apart()[0] for run in (a, b)]
     local = [0 < pace < math.inf for pace in paces]  # local updates: the ranks of this run may differ
     by_rank = all(local) and len(a.ranks) == len(b.ranks)
+    untrained = set()  # names
     if 0 < max(paces) < math.inf and not by_rank:
         return meeting(report, a, b, paces)
     for step in range(min(a.length, b.length)):
@@ -104,7 +106,8 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
             pairs = match(rows, others)
         total = math.hypot(*[one.grad[0] for one, _ in pairs])
         moved = [pair for pair in pairs if not max(pair[0].grad[0], pair[1].grad[0]) <= limits.floor * total]
-        compared = without_rounding(moved, limit) if native else pairs
+        compared = without_rounding(moved, limit) if native else trained(pairs)
+        untrained |= {one.name for one, _ in pairs if not native} - {one.name for one, _ in compared}
         found = [(column, *worst(compared if column == "value" else pairs, column,
                                  limits.floor if column == "grad" else NOISE)) for column in columns]
         report["difference"] = max(report["difference"], *[difference for _, difference, _ in found])
@@ -132,7 +135,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
             return different("rank-stops", fact, run.length)
     if a.length != b.length and not any(failed):
         return different("batch-size", f"A takes {a.length} steps and B {b.length}", min(a.length, b.length))
-    if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again):
+    if answer := unoptimized_differ(a, b, max(limits.low, 1000 * report["difference"]), again, untrained):
         return different(*answer)
     evaluated = "evaluated" in a.flags & b.flags
     if not any(failed) and (fact := printed_differ(*printed, limits.high if native else EQUAL, cut, evaluated)):
@@ -157,12 +160,20 @@ def without_rounding(pairs, limit):
 
 
 def unequal_steps(run, failure):
-    """Return text that says how many steps the ranks of a run take if their numbers differ, or None."""
-    counts = {rank: run.kinds(rank).count("begin" if failure else "step") for rank in run.ranks}
+    """Return text that says how many steps the ranks of a run take if their numbers differ, or None.
+
+    If a rank has ended, another one may wait for it in a collective of the step that it has not begun, and fail there.
+    """
+    lost = [rank for rank in run.ranks if "failed" in run.kinds(rank)]
+    counts = {rank: run.kinds(rank).count("begin" if failure or lost else "step") for rank in run.ranks}
     behind = [rank for rank, count in counts.items() if count < max(counts.values())]
-    stopped = failure and failure.training or any("failed" in run.kinds(rank) for rank in behind)
+    stopped = failure and failure.training or {*behind} & {*lost}
     if behind and not stopped:
         return f"the ranks of {run.label} take {[*counts.values()]} steps"
+    ended = [rank for rank in run.ranks if "end" in run.kinds(rank)]
+    if not behind and ended and lost and failure and ALONE.search(failure.said):
+        return (f"{UNSURE}after {run.length} steps, rank(s) {ended} of {run.label} end, and rank(s) {lost} fail, as if "
+                f"waiting for the others: {failure.said.splitlines()[-1]}")
 
 
 def meeting(report, a, b, paces):
@@ -184,11 +195,11 @@ def refuse(report, reason, step=None):
     return {**report, "verdict": "not comparable", "cause": None, "step": step, "message": reason}
 
 
-def unoptimized_differ(a, b, limit, again=False):
+def unoptimized_differ(a, b, limit, again=False, untrained=()):
     """Compare buffers and averages of the weights between two runs, and the averages between the ranks of each run.
 
     Return (cause, evidence, step, name, difference) of the earliest difference, or None. Only tensors with equal names
-    and shapes are compared.
+    and shapes are compared, and no averages of the `untrained` tensors.
     """
     answers = []
     pairs = [("differs between A and B, though all parameters are the same", min(a.ranks), min(b.ranks), a, b, KEPT)]
@@ -197,11 +208,13 @@ def unoptimized_differ(a, b, limit, again=False):
     for place, left, right, run, other, kind in pairs[:1 if again else None]:
         known = set()  # the names of the tensors recorded so far
         for number, found in enumerate(zip(run.unoptimized(left), other.unoptimized(right))):
+            found = [[row for row in rows if row[0].removeprefix("average of ") not in untrained] for rows in found]
             if differs := apart(*found, limit, kind):
                 states = ([{"unoptimized": next(itertools.islice(part.unoptimized(rank), number, None), found[0]),
                             "flags": part.flags} for rank in part.ranks] for part in (a, b))
                 ranks = where(differs[0], *states) if kind == KEPT else ""
                 cause = "buffers" if kind == KEPT or differs[0] in known else "start"
+                ranks += "; copy the model after its weights are equal" * (cause == "start")
                 answers.append((cause, f"{differs[0]} {place}{ranks}", max(number - 1, 0), *differs))
                 break
             known |= {name for name, *_ in found[0]}

@@ -46,6 +46,10 @@ class Difference:
         sizes = [{state["size"] for state in side.states} for side in self.sides]
         if len(self.a.samples) != len(self.b.samples) and sizes[0] != sizes[1]:
             self.b.samples = self.a.samples  # context parallelism: each input of the model is only a part of a sample
+        targets = [targets_of(side.states) for side in self.sides]
+        inputs = all(are_inputs(side.states) for side in self.sides)
+        if len(self.a.samples) != len(self.b.samples) and inputs and targets[0] == targets[1] > 0:
+            self.a.samples = self.b.samples = []  # rows such as the nodes of a sampled graph, which batches may share
         self.seen = bool(self.a.samples and self.b.samples)
         self.other_samples = self.seen and not equal(self.a.samples, self.b.samples)
         if self.other_samples and picked(a, step) == picked(b, step) and differed(a, b, step):
@@ -94,6 +98,12 @@ def differed(a, b, step):
                for number in range(step))
 
 
+def targets_of(states):
+    """Return how many targets the losses of a step have, on all ranks."""
+    sizes = (size for state in states for found in state.get("counts", ()) for size in found[::4])
+    return sum(size for size in sizes if isinstance(size, int))  # others are sums of class weights
+
+
 def loss_of(state):
     return sum(state["losses"])
 
@@ -129,12 +139,17 @@ def learning_rate(diff):
     one, two = differ[0]
     which = some([row for row, _ in differ], diff.pairs)
     for number, side in enumerate(diff.sides):
-        names = {pair[number].name for pair in differ}
+        found = {str(pair[number][:4]) for pair in differ}
         ranks = [str(rank) for rank, state in zip(side.run.ranks, side.states)
-                 if names & {row.name for row in state["rows"]}]
+                 if found & {str(row[:4]) for row in state["rows"]}]
         if len(ranks) < len(side.states):  # such as the stage of a pipeline
             which += f", all on rank(s) {', '.join(ranks)} of {side.label},"
     fact = f"the rate of {which} is {one.rate[0]:g} in A and {two.rate[0]:g} in B"
+    for side in diff.sides if diff.step else ():
+        before, now = ([{row.rate[0] for row in state["rows"]} for state in side.run.at(step)[0]]
+                       for step in (diff.step - 1, diff.step))
+        if all(rates == before[0] for rates in before) and any(rates != now[0] for rates in now):
+            return "rank-lr", f"{fact}; the ranks of {side.label} had equal rates before"
     fact += ", after equal earlier rates" if diff.step else ""
     rates = [[row.rate[0] for step in diff.steps for row in side.run.at(step)[0][0]["rows"] if row.name == one.name]
              for side in diff.sides]
@@ -145,7 +160,7 @@ def learning_rate(diff):
     for pace in range(2, 9):
         for label, short, long in (("B", fast, slow), ("A", slow, fast)):
             often = long[::pace]
-            if len({*short}) > 2 and len(long) > 2 * pace and equal(short[:len(often)], often):
+            if len({*often}) > 2 and len(long) > 2 * pace and equal(short[:len(often)], often):
                 return f"{fact}; the schedule of {label} runs {pace} times as fast"
     return fact
 
@@ -275,12 +290,21 @@ def no_gradient(diff):
 
 
 def group_scale(diff):
-    """Some gradients differ by one common factor, and the others are equal."""
-    moved = [pair for pair in diff.pairs if worst([pair], "grad")[0] > EQUAL]
-    factor, deviation = common_factor(moved) if moved else (0, 0)
-    if factor > 0 and deviation < EQUAL and len(moved) < len(diff.pairs):
-        return (f"{len(moved)} of {len(diff.pairs)} gradients of B are {factor:.6g} times those of A, such as that of "
-                f"{moved[0][0].name}; the others are equal")
+    """Some gradients differ by one common factor, and the others are equal or differ by another one, as by a clip."""
+    noise = NOISE * math.hypot(*[max(one.grad[0], two.grad[0]) for one, two in diff.pairs])
+    groups = {}  # {factor: the pairs}
+    for pair in (pair for pair in diff.pairs if max(row.grad[0] for row in pair) > noise):
+        factor, deviation = common_factor([pair])
+        if not factor > 0 or deviation > EQUAL:
+            return None
+        same = next((known for known in groups if math.isclose(known, factor, rel_tol=EQUAL)), factor)
+        groups.setdefault(same, []).append(pair)
+    if len(groups) == 2:
+        others = min(groups, key=lambda factor: (not math.isclose(factor, 1, rel_tol=EQUAL), -len(groups[factor])))
+        (factor, moved), = [item for item in groups.items() if item[0] != others]
+        common = "" if math.isclose(others, 1, rel_tol=EQUAL) else f", up to a common factor {others:.6g}, as of a clip"
+        return (f"{len(moved)} of {len(diff.pairs)} gradients of B are {factor / others:.6g} times those of A, such as "
+                f"that of {moved[0][0].name}; the others are equal{common}")
 
 
 def computed_inputs(diff):
@@ -368,8 +392,18 @@ def mixed(diff):
 def no_backward(diff):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
     if diff.seen and diff.same_loss and len(diff.a.states) != len(diff.b.states):
-        fact = f"equal samples and equal mean losses, {diff.losses[0]:.9g}, but different gradients"
+        fact = f"equal samples and equal mean losses, {diff.losses[0]:.9g}, but different gradients" + which_agree(diff)
         return fact + lost(diff) if lost(diff) else UNSURE + fact
+
+
+def which_agree(diff):
+    """Return text that says which gradients agree if only some differ: an error is where these begin."""
+    least = NOISE * math.hypot(*[one.grad[0] for one, _ in diff.pairs])
+    found = [(gap(one.grad, two.grad, least) > EQUAL, one.name) for one, two in diff.pairs if one.grad[0] > least]
+    wrong, right = ([name for differs, name in found if differs == kind] for kind in (True, False))
+    if wrong and right:
+        return f"; {len(wrong)} of {len(found)} differ, such as that of {wrong[0]}, but not that of {right[0]}"
+    return ""
 
 
 def buffers(diff):
@@ -466,7 +500,8 @@ def uneven_mean(diff):
         between = any(min(losses) * n < other.mean < max(losses) * n for n in factors if losses)
         if between and any(min(weights) != max(weights) for place, weights in enumerate(counts) if place % 4 != 3):
             return (f"{UNSURE}{mean_losses(diff)}; counts, such as those of labels, differ between the ranks or "
-                    "micro-batches, and so may weights, thresholds and selections that are computed from a share")
+                    "micro-batches, and so may weights, thresholds and selections that are computed from a share"
+                    f"{which_agree(diff)}")
 
 
 def mean_losses(diff):

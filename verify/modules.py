@@ -66,7 +66,7 @@ class Modules:
         arrays = [item for item in tensors if item.ndim]
         if kind == "output" and any(True for _ in module.parameters()):
             self.outputs += [item.grad_fn for item in arrays if item.grad_fn]
-        if arrays or kind == "input":  # ranks do not split a scalar, such as a scale
+        if arrays or "input" in kind:  # ranks do not split a scalar, such as a scale
             self.note(kind, self.names.get(id(module)), outermost, arrays or tensors)
 
     def constants(self, loss):

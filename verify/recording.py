@@ -1,12 +1,13 @@
 """The recorder, which runs inside the programs that are compared and needs only torch.
 
-The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "epoch" (the DataLoader
-of training data has delivered its last batch), "saved" (a file of a checkpoint has changed), "end" (the program has
-ended) or "failed". An optimizer's first step follows its "parameters": name, shape, initial digest and Part of each
-one. A step follows "rows", which are long: for each parameter, learning rate, digests of the gradient and of the new
-value, REACHED, number of the group, and the digest of the gradient after the last backward pass or null; `options` of
-each group; `unoptimized`: the tensors that no optimizer changes, which are buffers and averages of the weights; and
-`states`: what the optimizer keeps for each parameter.
+The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "joined" (another
+optimizer has stepped after the same backward pass), "epoch" (the DataLoader of training data has delivered its last
+batch), "saved" (a file of a checkpoint has changed), "end" (the program has ended) or "failed". An optimizer's first
+step follows its "parameters": name, shape, initial digest and Part of each one. A step follows "rows", which are long:
+for each parameter, learning rate, digests of the gradient and of the new value, REACHED, number of the group, and the
+digest of the gradient after the last backward pass or null; `options` of each group; `unoptimized`: the tensors that no
+optimizer changes, which are buffers and averages of the weights; and `states`: what the optimizer keeps for each
+parameter.
 """
 import contextlib
 import functools
@@ -23,6 +24,7 @@ from . import precision
 from .digests import dense, digest, find_parts, marks
 from .draws import Draws
 from .modules import Modules, tensors_of
+from .records import QUIET
 from .samples import Samples, counts_of, weight_of
 
 COLLECTIVES = ("all_reduce all_gather all_gather_into_tensor all_to_all all_to_all_single broadcast gather reduce "
@@ -80,6 +82,8 @@ class Recorder:
         self.passes = {}  # {optimizer that has stepped: how many backward passes since}
         self.last = self.loss = None  # the last optimizer that has stepped; the last loss
         self.touched = False  # whether the last backward pass has reached a parameter
+        self.computed = {}  # the gradients after the last backward pass, if shows()
+        self.joins, self.stepped = False, []  # the optimizers that have stepped since the last backward pass
         self.clear()
 
     def clear(self):
@@ -91,7 +95,6 @@ class Recorder:
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
-        self.computed = {}  # the gradients after the last backward pass, if shows()
         if self.shows():
             self.draws.show()
 
@@ -199,6 +202,7 @@ class Recorder:
                 self.flags.add(str(loss.dtype))
         self.flags |= {"random"} if self.draws.drawn() else set()
         self.backwards += 1
+        self.computed = {}
         if self.backwards == 1 or self.stale:
             found = {id(item): self.last for optimizer in self.tables for group in optimizer.param_groups
                     for item in group["params"] if nonzero(item.grad)}
@@ -247,13 +251,15 @@ class Recorder:
                 tensors = None
         if module.training and any(word in type(module).__name__ for word in self.resting):
             module.eval()
-        shown = self.shows() and training
+        quiet = QUIET * (not torch.is_grad_enabled() and not backward_runs())
+        shown = self.shows() and (training or bool(quiet))
         if shown:
             if id(module) not in self.modules.names:
                 self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
             outermost = not any(self.draws.inside)  # a wrapper such as DDP has no name
-            self.modules.passes("input", module, (args, more), outermost)
-            self.modules.weights(module)
+            self.modules.passes(f"{quiet}input", module, (args, more), outermost)
+            if not quiet:
+                self.modules.weights(module)
         self.depth += 1
         self.draws.inside.append(self.modules.names.get(id(module)))
         try:
@@ -264,7 +270,7 @@ class Recorder:
         if tensors is not None:
             self.samples.follow(tensors, tensors_of(output))
         if shown:
-            self.modules.passes("output", module, output, outermost)
+            self.modules.passes(f"{quiet}output", module, output, outermost)
         return output
 
     def before_step(self, optimizer, args, more):
@@ -279,6 +285,9 @@ class Recorder:
         self.rates = [[float(optimizer.param_groups[number].get("lr") or 0)] for number in self.groups]
         if only_creates_state(optimizer, self.parameters):
             return
+        self.joins = bool(self.stepped) and not self.backwards and optimizer not in self.stepped
+        if self.count == self.steps > 0 and not self.joins:
+            self.finish()
         self.outer = optimizer
         key = [id(item) for item in self.parameters]
         if self.tables.get(optimizer, [None])[0] != key:
@@ -301,7 +310,7 @@ class Recorder:
                          parts[:len(grads)] + [parts[number] for number in small] + [None] * len(others))
         self.grads, digests = digests[:len(grads)], digests[len(grads):]
         self.before = self.unoptimized(digests[len(small):]), self.probes(digests)
-        self.computed = digest_if_known([self.computed.get(id(item)) for item in self.parameters], parts)
+        self.known = digest_if_known([self.computed.get(id(item)) for item in self.parameters], parts)
 
     def reaches(self):
         """Return for each parameter whether it has a gradient, and whether autograd has reached it in this step."""
@@ -374,12 +383,13 @@ class Recorder:
         number = [*self.tables].index(optimizer)
         values = digest(self.parameters, parts)
         self.write("rows", rows=[*zip(self.rates, grads, values, self.reach or self.reaches(), self.groups,
-                                       self.computed)],
+                                       self.known)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
         samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]
-        self.write("step", optimizer=number, batches=[[loader, counts, [value for value, *_ in found], *rest]
-                                                      for loader, counts, found, *rest in self.samples.batches],
+        batches = [[loader, counts, [value for value, *_ in found], *rest]
+                   for loader, counts, found, *rest in self.samples.batches]
+        self.write("joined" if self.joins else "step", optimizer=number, batches=batches,
                    labels=[label for _, label, _ in samples],
                    size=0 if self.samples.trained else max((size for *_, size in samples), default=0),
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
@@ -392,16 +402,24 @@ class Recorder:
         self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)
         self.reached -= {*keys}
         self.passes[optimizer] = 0
-        self.outer, self.count = None, self.count + 1
+        self.outer, self.count = None, self.count + (not self.joins)
+        if self.joins:
+            self.stepped.append(optimizer)
+        else:
+            self.stepped = [optimizer]
         self.clear()
         self.draws.note()
-        if self.count == self.steps:
-            open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
-            while os.path.isdir(self.folder):  # other ranks may need this rank: wait until verify kills all ranks
-                if os.path.exists(f"{self.folder}/signalled"):  # or until it has sent a signal
-                    return
-                time.sleep(0.1)
-            os._exit(0)
+        if self.count == self.steps and self.saves:  # else, before the next step: another optimizer may follow
+            self.finish()
+
+    def finish(self):
+        """Wait for the end, after the last step to be recorded."""
+        open(f"{self.folder}/done-{self.rank}-of-{self.world}", "w").close()
+        while os.path.isdir(self.folder):  # other ranks may need this rank: wait until verify kills all ranks
+            if os.path.exists(f"{self.folder}/signalled"):  # or until it has sent a signal
+                return
+            time.sleep(0.1)
+        os._exit(0)
 
 
 def only_creates_state(optimizer, parameters):

@@ -10,9 +10,11 @@ from typing import NamedTuple
 EQUAL = 1e-6  # two digests are equal up to this relative difference
 DIVERGED = 1e12  # a greater norm of a weight is that of a run that diverges
 NOISE = 1e-6  # a smaller fraction of the norm of all tensors is rounding error
+ZERO = 1e-12  # a gradient of a smaller fraction is the rounding error of one that is zero, in float64
 REACHED = 2  # as in recording.py
 INPUTS = -1  # in place of a loader's number: these samples are inputs of models
 LEAVES = -2  # such inputs that need a gradient: points of a PINN, or what a stage of a pipeline has received
+QUIET = "no_grad "  # precedes "input" or "output" of a call without gradients, as of a teacher or a policy
 CONSTANT = "constant"  # in place of "input" or "output": what enters a loss besides the outputs of modules
 UNNAMED = "parameter"  # the name of a parameter that no module has
 TWINS = 64  # so many tensors with equal initial values are candidates for one tensor
@@ -52,7 +54,7 @@ class Run:
         for rank, found in sorted(events, key=lambda pair: pair[0]):
             self.doubled |= rank in self.ranks
             self.events[rank] = found
-            steps = [event for event in found if event["event"] == "step"]
+            steps = steps_of(found)
             for step in steps:  # if ranks have other weights, they may be the stages of a pipeline
                 step["batches"] = [[max(loader, INPUTS), *batch] for loader, *batch in step["batches"]
                                    if loader != LEAVES or len(tables) == 1]
@@ -116,9 +118,9 @@ class Run:
                 longest = max(longest, math.inf if copied else since[key])
                 met.append(number)
                 since[key] = 0
-            if not together(states, "after"):
+            if not alike(states, "after"):
                 since[key] = since.get(key, 0) + 1
-            elif since.get(key):  # within its step, as by an optimizer that averages
+            elif since.get(key) and together(states, "after"):  # within its step, as by an optimizer that averages
                 longest, since[key] = max(longest, since[key]), 0
             left[key] = states[0].get("after")
         return longest or (math.inf if any(since.values()) else 0), met
@@ -151,7 +153,7 @@ def read_events(path):
                     event = json.loads(line)
                     if event["event"] == "parameters":
                         tables[event["optimizer"]] = event["rows"]
-                    elif event["event"] == "step":
+                    elif event["event"] in ("step", "joined"):
                         event |= {"file": path, "place": place, "table": tables[event["optimizer"]]}
                     events.append(event)
             at += len(line)
@@ -166,7 +168,22 @@ def load(state):
             state = {**json.loads(file.readline()), **state}
         state["rows"] = [[*fixed[:3], *moving[:3], fixed[3], moving[3], state["options"][moving[4]], *moving[5:]]
                          for fixed, moving in zip(state["table"], state["rows"], strict=True)]
-    return {**state, "rows": [Row(*row) for row in state.get("rows", ())]}
+    parts = [load(part) for part in state.get("joined", ())]
+    rows = [Row(*row) for row in state.get("rows", ())] + [row for part in parts for row in part["rows"]]
+    states = state.get("states", []) + [each for part in parts for each in part["states"]]
+    return {**state, "rows": rows, "states": states}
+
+
+def steps_of(events):
+    """Return the steps of a rank. What optimizers do after one backward pass, such as Muon and AdamW, is one step."""
+    steps = []
+    for event in events:
+        if event["event"] == "step":
+            steps.append(event)
+        elif event["event"] == "joined":
+            steps[-1] |= {"joined": [*steps[-1].get("joined", ()), event]} | {
+                name: steps[-1][name] + event[name] for name in ("before", "after", "clips", "flags", "stale")}
+    return steps
 
 
 def reads(steps):
@@ -244,13 +261,14 @@ def distinct(states):
     return list(rows.values())
 
 
-def together(states, when):
-    """Return whether some parameters, the same ones on each rank, are equal on all ranks before or after a step.
+def alike(states, when):
+    """Return whether some parameters, the same ones on each rank, are equal on all ranks before or after a step."""
+    return all(same_probes(states[0].get(when), state.get(when)) for state in states)
 
-    What has diverged on all ranks, to NaN or a huge number, has not met: it may have done so in different ways.
-    """
-    sound = all(norm < DIVERGED for _, _, (norm, *_) in states[0].get(when) or ())
-    return sound and all(same_probes(states[0].get(when), state.get(when)) for state in states)
+
+def together(states, when):
+    """Return whether ranks that were apart have met: what has diverged, to NaN or a huge number, has not."""
+    return alike(states, when) and all(norm < DIVERGED for _, _, (norm, *_) in states[0].get(when) or ())
 
 
 def same_probes(ours, theirs):
@@ -328,6 +346,15 @@ def worst(pairs, column, floor=NOISE):
     least = floor * math.hypot(*[one[0] for _, one, _ in pairs]) + 1e-300  # anything smaller is rounding error
     found = [(gap(one, two, least), name) for name, one, two in pairs]
     return max(found, default=(0.0, None))
+
+
+def trained(pairs):
+    """Leave out the tensors whose gradient is zero but for rounding errors, as that of the bias of attention's keys.
+
+    Adam makes a whole update of the error, which has no effect on the outputs.
+    """
+    total = math.hypot(*[one.grad[0] for one, _ in pairs])
+    return [pair for pair in pairs if not 0 < max(row.grad[0] for row in pair) < ZERO * total]
 
 
 def gap(one, two, least=1e-300):

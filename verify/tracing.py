@@ -2,7 +2,7 @@
 import math
 
 from .explaining import UNSEEN, UNSURE, Difference, are_inputs, common_factor, read_once, remedy
-from .records import CONSTANT, EQUAL, equal, match, worst
+from .records import CONSTANT, EQUAL, QUIET, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
 
@@ -17,8 +17,11 @@ def trace(report, a, b):
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
     draws = without_innocent(draws, a, b, step, value)
+    quiet = first_value(a, b, step, True) if value == () or kind == CONSTANT else None
     fact, before = "", {FIRST: ": look before the model", LATER: ", though the outputs before it agree"}
-    if place == SIZES:
+    if quiet and quiet[2] != SIZES:  # a teacher, a target network or a policy computes what enters the loss
+        fact = f"the {quiet[0].removeprefix(QUIET)} of {quiet[1]}, which computes without gradients, differs"
+    elif place == SIZES:
         fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
                 "length, look for a layer that reads padding")
     elif kind == CONSTANT:
@@ -33,6 +36,8 @@ def trace(report, a, b):
         cause, fact = "samples", fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
+    elif quiet and quiet[2] != SIZES and (unclear or cause == "evaluation"):
+        cause = "forward"
     elif kind == CONSTANT and (unclear or cause == "evaluation"):
         return {**report, "cause": "loss", "message": f"{fact}: {remedy('loss')}"}
     elif unclear and value and place != SIZES:
@@ -130,19 +135,19 @@ def first_losses_agree(a, b, step):
     return any(math.isclose(first[0] / x, first[1] / y, rel_tol=EQUAL) for x in (1, len(one)) for y in (1, len(two)))
 
 
-def first_value(a, b, step):
+def first_value(a, b, step, quiet=False):
     """Return (kind, module, place) of the first input or output that differs in a step, () if none does, else None.
 
     Both runs must have recorded them. Two values are equal if their sums over ranks and micro-batches are equal, or if
     each rank has the whole value. Values whose widths or sizes differ are slices or padded, and are not compared.
     `place` is 0 inside a model, 1 for the first models, 2 for a model or loss that follows the output of another one,
-    and SIZES if no value differs, but the size of a model's output does.
+    and SIZES if no value differs, but the size of a model's output does. If `quiet`, look at calls without gradients.
     """
     if min(a.length, b.length) <= step:
         return None
     left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
     other = other_modules(a, b, step)
-    shared = [key for key in left[0] if key in right[0] and key[0] != "weights"
+    shared = [key for key in left[0] if key in right[0] and key[0] != "weights" and key[0].startswith(QUIET) == quiet
               and not f"{key[1]}.".startswith(other)]
     place, unlike, indices = FIRST, None, []
     for key in shared:  # in the order of the forward pass

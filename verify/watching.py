@@ -1,7 +1,7 @@
 """Check a single run against rules that hold for any correct run."""
 import math
 
-from .comparing import limits_of
+from .comparing import limits_of, unequal_steps
 from .explaining import ranks_differ, remedy
 from .records import EQUAL, NOISE, REACHED, Run, apart, equal, gap, without_padding, worst
 
@@ -15,8 +15,9 @@ def watch(folder, failure=None):
     if not run.length or run.doubled:
         why = "its processes did not join one group, or it restarted" if run.doubled else "it took no optimizer step"
         return {**report, "verdict": "not comparable", "message": f"{why}\n{failure or ''}".strip()}
-    findings = [rule(run, limits_of(True, run)) for rule in (
-        replicas, rates, one_share, new_order, moving, finite, steps_agree)]
+    findings = [rule(run, limits_of(True, run)) for rule in (replicas, rates, one_share, new_order, moving, finite)]
+    fact = unequal_steps(run, failure)
+    findings.append(fact and ("rank-stops", fact, None))
     for cause, evidence, step in filter(None, findings):
         if cause not in {known["cause"] for known in report["findings"]}:
             report["findings"].append({"cause": cause, "step": step, "message": f"{evidence}: {remedy(cause)}"})
@@ -33,34 +34,35 @@ def replicas(run, limits):
     If DDP spans all ranks, all parameters must start equal. Otherwise, parameters that differ may be parts of tensors.
     Ranks that train apart and meet again, as in local SGD, pass.
     """
-    first = run.at(0)[0]
-    groups = [*zip(*[state["rows"] for state in first])]  # the rows of one parameter on all ranks
-    local = 0 < run.trains_apart()[0] < math.inf
-    if local or len({len(state["rows"]) for state in first}) > 1 or any(
-            row[:2] != rows[0][:2] for rows in groups for row in rows):
-        return None  # local updates, or stages of a pipeline
-    together = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low for rows in groups]
-    split = set()
-    if not all(together):  # zeros are equal anyway
-        split = {number for number, rows in enumerate(groups) if not together[number] or not rows[0].start[0] > 0}
-        # parts of a tensor have different gradients, averaged gradients of replicas are equal
-        averaged = any(worst([(rows[0], row) for row in rows], "grad")[0] <= EQUAL and rows[0].grad[0] > 0
-                       for rows, alike in zip(groups, together) if not alike)
-        if first[0]["replicas"] or len(split) == len(groups) or averaged:
-            name = groups[together.index(False)][0].name
-            return "start", f"the ranks start with different weights, such as {name}", 1
+    if 0 < run.trains_apart()[0] < math.inf:
+        return None
+    split = {}  # {optimizer: the numbers of its parameters that may be parts of tensors}
     known = set()  # the names of the copies recorded so far; those of a GAN's generator come with its optimizer
-    for number in run.first_steps() if not split else ():
-        states = run.at(number)[0]
-        for state in states[1:]:
-            copies = [copy for copy in state["unoptimized"] if copy[0] not in known]
-            if found := apart(states[0]["unoptimized"], copies, EQUAL, "average of"):
-                fact = f"the ranks start with different weights: copies of the model differ, such as {found[0]}"
-                return "start", fact, number + 1
-        known |= {name for name, *_ in states[0]["unoptimized"]}
     for step in range(run.length):
+        states = run.at(step)[0]
+        optimizer = states[0].get("optimizer")
+        if optimizer not in split:
+            groups = [*zip(*[state["rows"] for state in states])]  # the rows of one parameter on all ranks
+            if len({len(state["rows"]) for state in states}) > 1 or any(
+                    row[:2] != rows[0][:2] for rows in groups for row in rows):
+                return None  # stages of a pipeline
+            alike = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low for rows in groups]
+            split[optimizer] = set() if all(alike) else {  # zeros are equal anyway
+                number for number, rows in enumerate(groups) if not alike[number] or not rows[0].start[0] > 0}
+            # parts of a tensor have different gradients, averaged gradients of replicas are equal
+            averaged = any(worst([(rows[0], row) for row in rows], "grad")[0] <= EQUAL and rows[0].grad[0] > 0
+                           for number, rows in enumerate(groups) if not alike[number])
+            if not all(alike) and (states[0]["replicas"] or len(split[optimizer]) == len(groups) or averaged):
+                name = groups[alike.index(False)][0].name
+                return "start", f"the ranks start with different weights, such as {name}", step + 1
+            for state in states[1:] if not any(split.values()) else ():
+                copies = [copy for copy in state["unoptimized"] if copy[0] not in known]
+                if found := apart(states[0]["unoptimized"], copies, EQUAL, "average of"):
+                    fact = f"the ranks start with different weights: copies of the model differ, such as {found[0]}"
+                    return "start", fact, step + 1
+            known |= {name for name, *_ in states[0]["unoptimized"]}
         # correct replicas are bit-identical
-        if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split):
+        if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split[optimizer]):
             cause, evidence, step, name, difference = found
             return cause, f"{evidence}; {name} differs by {difference:.1e}", step + 1
 
@@ -157,8 +159,3 @@ def finite(run, limits):
             names = [row.name for row in state["rows"] if not math.isfinite(row.grad[0] + row.value[0])]
             if names:
                 return "not-finite", f"rank {rank} has NaN or infinity in {names[0]}", number + 1
-
-
-def steps_agree(run, limits):
-    counts = [run.kinds(rank).count("begin") for rank in run.ranks]
-    return ("rank-stops", f"the ranks begin different numbers of steps: {counts}", None) if len({*counts}) > 1 else None

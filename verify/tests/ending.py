@@ -3,7 +3,8 @@
 "float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
 names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores one label and
 weights the other. "closure" trains with LBFGS. "turns" has two optimizers, after steps that only create the state of
-two others; "turns-reset" also resets the gradients of the slower one too often.
+two others; "turns-reset" also resets the gradients of the slower one too often. In "turns-alone", each optimizer has a
+backward pass of its own.
 """
 import sys
 
@@ -23,6 +24,17 @@ def on_complex_numbers():
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs.abs()), labels, weight, ignore_index=0).backward()
         optimizer.step()
+
+
+def in_turns_alone():
+    """As in a GAN."""
+    models = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            model(torch.randn(8, 3)).square().mean().backward()
+            optimizer.step()
 
 
 def in_turns(reset):
@@ -49,7 +61,10 @@ def in_turns(reset):
 def loop(way):
     torch.manual_seed(0)
     if "turns" in way:
-        in_turns("reset" in way)
+        if "alone" in way:
+            in_turns_alone()
+        else:
+            in_turns("reset" in way)
         return
     if way == "complex":
         on_complex_numbers()

@@ -35,9 +35,9 @@ MISTAKES = [
     "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch",
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
-    "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median",
+    "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
     "scaled", "owned by ranks, scheduler on rank 0"]
-WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "closure"]
+WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
 class Sixteen(torch.optim.Optimizer):
@@ -228,7 +228,11 @@ def train_in_micro_batches(mistake, rank, world):
         x.requires_grad_("penalty" in mistake)
         with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
             loss = nn.functional.cross_entropy(wrapped(x), y, reduction="none" if "weighted" in mistake else "mean")
-            if "weighted" in mistake:
+            if "taught" in mistake:
+                with torch.no_grad():  # a teacher, whose input depends on the share
+                    size = average(x - x.mean(0) * (world > 1)).square().sum(1)
+                loss = (loss * size).mean()
+            elif "weighted" in mistake:
                 size = x.norm(dim=1)
                 loss = (loss * (1 + 1.0 * (size > (size.median() if "own" in mistake else 2.0)))).mean()
             if "penalty" in mistake:
@@ -427,7 +431,7 @@ if __name__ == "__main__":
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
              "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
-             "penalty", "scaled", "sharded", "weighted", "rows by hand, points"}  # same on one process
+             "penalty", "scaled", "sharded", "weighted", "weighted, taught", "rows by hand, points"}  # also on one
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

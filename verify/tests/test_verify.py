@@ -27,7 +27,8 @@ from verify.explaining import (
 from verify.modules import Modules
 from verify.precision import widened
 from verify.recording import digest_if_known, from_parameters, only_creates_state, options_of
-from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match
+from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match, steps_of
+from verify.running import record
 from verify.samples import Samples, by_sample, counts_of, described, samples_of
 from verify.tracing import after_backward, draws_that_differ, first_value, trace
 from verify.watching import new_order, one_share, rates, replicas, watch
@@ -52,7 +53,7 @@ CAUSES = {
     "augmented, no set_epoch": "set-epoch", "two loaders, own mean": "uneven-mean",
     "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient",
     "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
-    "weighted, own median": "evaluation"}
+    "weighted, own median": "evaluation", "weighted, taught": "evaluation"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
          "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
@@ -177,6 +178,7 @@ def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, 
 @pytest.mark.parametrize(("mistake", "start", "said"), [
     ("labels smoothed", "equal samples", "the outputs of all modules agree, so the loss differs"),
     ("weighted, own median", "the outputs of all modules agree", "such as a mask, weights, what"),
+    ("weighted, taught", "the input of Sequential, which computes without gradients, differs", "compare what this mod"),
     ("equal rows by hand", "every rank reads the same samples", "the input of Sequential differs")])
 def test_the_values_of_the_step_say_more(records, mistake, start, said):
     folders = [of_one(records, mistake), records / f"{mistake} on 2"]
@@ -280,6 +282,105 @@ def test_the_rank_whose_rates_differ_is_named():
     b.states(0)[1]["rows"][0][3] = [0.2]
     said = compare_runs(a, b)["message"]
     assert said.startswith("the rate of 1 of 2 parameters, such as v, all on rank(s) 1 of B, is 0.1 in A and 0.2 in B")
+
+
+@pytest.mark.parametrize(("before", "cause"), [(0.1, "rank-lr"), (0.4, "learning-rate")])
+def test_a_stage_whose_rate_does_not_change_is_named(before, cause):
+    """The norms of both stages start equal. `before` is the rate of the second stage in the first step."""
+    stages = [[("w", [2], [size] * 3, [1.0] * 3, [size] * 3), ("norm", [3], [1.0] * 3, [1.0, size, 1.0], [1.0] * 3)]
+              for size in (1.0, 2.0)]
+    runs = made("A", stages[0] + stages[1]), made("B", *stages)
+    for each, later in zip(runs, ([0.05, before / 2], [0.1, before / 2])):
+        for number, (rank, (state,)) in enumerate([*each.ranks.items()]):
+            steps = []
+            for left, right in ((0.1, before), later):
+                rows = [[*row[:3], [right if number or place > 1 else left], *row[4:]]
+                        for place, row in enumerate(state["rows"])]
+                steps.append({**state, "rows": rows})
+            each.ranks[rank] = steps
+        each.length = 2
+    report = compare_runs(*runs)
+    assert (report["cause"], report["step"]) == (cause, 2), report
+    assert "all on rank(s) 0 of B, is 0.05 in A and 0.1 in B" in report["message"]
+    assert ("; the ranks of B had equal rates before: " in report["message"]) == (cause == "rank-lr")
+
+
+def test_a_schedule_that_has_not_changed_yet_has_no_pace():
+    runs = [Run(label, [(0, [{"event": "step", "flags": [], "batches": [], "size": 0, "losses": [1.0], "clips": [],
+                              "rows": [["w", [2], [1.0] * 3, [rate], [1.0] * 3, [1.0] * 3]]} for rate in rates])])
+            for label, rates in (("A", [0.3] * 4 + [0.2, 0.1]), ("B", [0.3] * 6))]
+    said = learning_rate(Difference(*runs, 4, "rate", [*zip(*[run.at(4)[1] for run in runs])]))
+    assert "in A and 0.3 in B" in said and "fast" not in said
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(1e-17, "same"), (1e-9, "different")])
+def test_the_error_of_a_gradient_that_is_zero_moves_nothing(noise, verdict):
+    """Adam makes a whole update of it, as of the bias of attention's keys; nor does its average count."""
+    runs = []
+    for label, size in (("A", 1.0), ("B", 3.0)):
+        runs.append(made(label, [("w", [2], [1.0] * 3, [1.0] * 3, [2.0] * 3),
+                                 ("bias", [2], [0.0] * 3, [noise] * 3, [size * 1e-7] * 3)]))
+        runs[-1].states(0)[0]["unoptimized"] = [["average of bias", [2], [size * 1e-7] * 3]]
+    assert compare_runs(*runs)["verdict"] == verdict
+
+
+@pytest.mark.parametrize(("clip", "said"), [
+    (1.0, "the others are equal: "), (0.5, "the others are equal, up to a common factor 0.5, as of a clip")])
+def test_a_group_of_gradients_with_another_factor_is_named(clip, said):
+    """The gradient that is noise counts for nothing."""
+    sizes = [("w", 1.0, 1.0), ("v", 2.0, 2.0), ("bias", 1.0, 3.0), ("noise", 1e-12, 9e-12)]
+    runs = [made(label, *[[(name, [2], [0.0] * 3, [row[which] * (clip if which else 1)] * 3, [1.0] * 3)
+                           for name, *row in sizes]] * (1 + which)) for which, label in enumerate("AB")]
+    report = compare_runs(*runs)
+    assert report["cause"] == "group-scale" and said in report["message"], report
+    assert report["message"].startswith("1 of 4 gradients of B are 3 times those of A, such as that of bias")
+
+
+def test_an_answer_says_which_gradients_agree():
+    said = compare_runs(*differing({}, batch(1.0), batch(2.0)))["message"]
+    assert "but different gradients; 1 of 2 differ, such as that of v, but not that of w: " in said
+
+
+@pytest.mark.parametrize(("targets", "loader", "cause"), [
+    ((4, 1, 3), INPUTS, "uneven-mean"), ((4, 4, 4), INPUTS, "batch-size"), ((0, 0, 0), INPUTS, "batch-size"),
+    ((4, 1, 3), 0, "batch-size")])
+def test_rows_of_a_models_inputs_are_no_samples_if_the_losses_have_as_many_targets(targets, loader, cause):
+    """As the nodes of a sampled graph, of which the batches of two ranks share some. The classes have weights."""
+    states = [batch(*map(float, range(rows)), loader=loader) | {"losses": [loss], "counts": [
+                  [size] * 4 + [1.5 * size + loss] * 4] * (size > 0)}
+              for rows, size, loss in zip((5, 4, 4), targets, (1.5, 1.0, 2.2))]
+    report = compare_runs(*differing(*states))
+    assert report["cause"] == cause, report
+
+
+@pytest.mark.parametrize(("kinds", "said", "found"), [
+    (("end", "failed"), "Connection closed by peer", "after 1 steps, rank(s) [0] of B end, and rank(s) [1] fail"),
+    (("end", "failed"), "ValueError: a picture is broken", None),
+    (("failed", "failed"), "Connection reset by peer", None)])
+def test_a_rank_that_waits_for_one_that_has_ended_is_named(kinds, said, found):
+    run = made("B", [("w", [2])], [("w", [2])])
+    for events, kind in zip(run.events.values(), kinds):
+        events.append({"event": kind})
+    fact = unequal_steps(run, Failure("exit code 1", said))
+    assert fact.startswith(f"not sure: {found}") and fact.endswith(said) if found else fact is None
+
+
+def test_parts_of_a_tensor_may_have_an_optimizer_of_their_own():
+    """That optimizer follows another backward pass, as in a GAN, and has rows of its own."""
+    first = made("the run", *[[("w", [2], [1.0] * 3, [1.0] * 3, [2.0] * 3)]] * 2)
+    second = made("the run", *[[("table", [4], [size] * 3, [size] * 3, [size] * 3),
+                                ("norm", [3], [1.0] * 3, [1.0] * 3, [2.0] * 3)] for size in (1.0, 2.0)])
+    for rank in first.ranks:
+        first.ranks[rank] = [{**run.ranks[rank][0], "optimizer": number} for number, run in enumerate((first, second))]
+    first.length = 2
+    assert replicas(first, LIMITS["own"]) is None
+
+
+@pytest.mark.drill
+def test_the_last_step_has_the_parameters_of_all_optimizers(tmp_path):
+    assert record(f"{PYTHON} {HERE / 'ending.py'} turns", tmp_path, 60, steps=2) is None
+    recorded = Run.read(tmp_path, "A")
+    assert recorded.length == 2 and len(recorded.at(1)[0][0]["rows"]) == 4
 
 
 def test_an_option_of_another_group_is_named_with_its_parameter():
@@ -835,14 +936,15 @@ def test_weights_that_are_averaged_after_each_step_are_no_gradients(met, verdict
     assert (report["verdict"], report["cause"]) == (verdict, "not-averaged" if met == 2.0 else None), report
 
 
+@pytest.mark.parametrize(("values", "found"), [((0.5, 1.5), (math.inf, [])), ((0.5, 0.5), (0, []))])
 @pytest.mark.parametrize("end", [math.nan, 1e43])
-def test_ranks_that_diverge_have_not_met(end):
-    """They train apart, and NaN or a huge number is no weight that they share."""
+def test_ranks_that_train_apart_and_diverge_have_not_met(end, values, found):
+    """NaN or a huge number is no weight that they share. Replicas that diverge are not apart."""
     step = made("A", [("w", [2])]).states(0)[0]
     ranks = [[{**step, "before": [["w", [2], [before] * 3]], "after": [["w", [2], [after] * 3]]}
-              for before, after in ((0.0, value), (end, end))] for value in (0.5, 1.5)]
+              for before, after in ((0.0, value), (end, end))] for value in values]
     run = Run("B", [*enumerate(ranks)])
-    assert run.trains_apart() == (math.inf, [])
+    assert run.trains_apart() == found
 
 
 @pytest.mark.parametrize(("step", "cause"), [(0, "start"), (1, "buffers")])
@@ -1048,16 +1150,31 @@ def test_counts_leave_out_padding_and_ignored_labels(rows, ignored, tokens):
 
 def test_gradients_that_are_reset_between_the_steps_of_a_slower_optimizer_are_named(records):
     report = verify.compare(records / "turns", records / "turns-reset")
-    assert (report["cause"], report["step"]) == ("reset", 3), report
+    assert (report["cause"], report["step"]) == ("reset", 2), report
 
 
-def test_each_step_has_the_parameters_of_its_own_optimizer(records):
-    """Else, a smaller optimizer would cut the rows of a larger one, and what they say would not be compared."""
+def test_a_step_has_the_parameters_of_all_optimizers_that_follow_one_backward_pass(records):
+    """The second optimizer follows every second backward pass; the first one later has a parameter more."""
     run = Run.read(records / "turns", "A")
     found = [(state["optimizer"], [row.shape for row in run.at(number)[0][0]["rows"]])
              for number, state in enumerate(run.ranks[0])]
-    first, later, second = (0, [[3, 3], [3]]), (0, [[3, 3], [3], [1]]), (1, [[1, 3], [1]])
-    assert found == [first, first, second] * 2 + [later, later, second] * 2
+    first, later, second = [[3, 3], [3]], [[3, 3], [3], [1]], [[1, 3], [1]]
+    assert found == [(0, rows) for rows in [first, first + second] * 2 + [later, later + second] * 2]
+
+
+def test_optimizers_with_backward_passes_of_their_own_have_steps_of_their_own(records):
+    run = Run.read(records / "turns-alone", "A")
+    found = [(state["optimizer"], len(run.at(number)[0][0]["rows"])) for number, state in enumerate(run.ranks[0])]
+    assert found == [(0, 2), (1, 2)] * 4
+
+
+def test_a_step_has_what_each_of_its_optimizers_has():
+    names = "before", "after", "clips", "flags", "stale"
+    events = [{"event": kind, "rows": [], **{name: [number] for name in names}} for number, kind in enumerate((
+        "step", "joined", "joined", "step"))]
+    first, second = steps_of(events)
+    assert [first[name] for name in names] == [[0, 1, 2]] * 5 and [second[name] for name in names] == [[3]] * 5
+    assert load({"states": ["a"], "joined": [{"states": ["b"]}, {"states": ["c"]}]})["states"] == ["a", "b", "c"]
 
 
 def test_rows_that_do_not_fit_their_table_are_not_cut(tmp_path):
