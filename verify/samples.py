@@ -7,6 +7,7 @@ import numbers
 import weakref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .digests import NOT_FINITE, SMALL, real, wave, waves
 from .precision import widened
@@ -44,6 +45,7 @@ class Samples:
         self.pending = weakref.WeakKeyDictionary()  # DataLoader iterator: its batches since the last backward pass
         self.drawn = weakref.WeakKeyDictionary()  # DataLoader iterator: {number of a batch to come: its indices}
         self.calls = []  # since the last optimizer step, except those that settle() has counted
+        self.carried = []  # references to the outputs of the last such call
         self.called = False  # whether such a call followed the last backward pass
         self.trained = set()  # IDs of the datasets whose batches were followed by a backward pass
 
@@ -120,7 +122,13 @@ class Samples:
         self.called = False
 
     def follow(self, inputs, outputs):
-        """Count the inputs of a model as read once a backward pass reaches its outputs, if these can be seen."""
+        """Count the inputs of a model as read once a backward pass reaches its outputs, if these can be seen.
+
+        An input that was an output of the call before, such as the state of an RNN, is not read.
+        """
+        carried = {ref.cdata for ref in self.carried}
+        inputs = [item for item in inputs if StorageWeakRef(item.untyped_storage()).cdata not in carried]
+        self.carried = [StorageWeakRef(item.untyped_storage()) for item in outputs]
         outputs = [item for item in outputs if item.requires_grad and not item.is_leaf]
         call = Call(inputs, reached=not outputs)
         self.calls.append(call)

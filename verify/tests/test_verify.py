@@ -1283,6 +1283,15 @@ def test_a_loader_that_is_created_anew_is_known_by_its_dataset():
     assert [number for _, number in iterators] == [0, 1, 0, 2]
 
 
+def test_a_state_that_a_model_returns_and_takes_again_is_no_sample():
+    samples, state = Samples(None), torch.zeros(2, 3)
+    for _ in range(2):
+        x, before, state = torch.ones(2, 4), state, torch.ones(2, 3)
+        samples.follow([x, before.detach()], [torch.ones(2, 5), state])
+        assert samples.calls[-1].inputs[0] is x
+    assert [len(call.inputs) for call in samples.calls] == [2, 1]
+
+
 def test_only_the_loaders_that_differ_are_compared():
     a, b = differing({"batches": batch(1.0, 2.0)["batches"] + batch(3.0, loader=1)["batches"]},
                      {"batches": batch(1.0, 2.0)["batches"] + batch(4.0, loader=1)["batches"]})
