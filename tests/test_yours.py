@@ -100,10 +100,10 @@ def trained(tmp_path_factory):
     return get
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("task", "script"), [
-    *(pytest.param("regression", script, marks=pytest.mark.nightly) for script in ("train_DDP.py", "train_TP.py")),
-    pytest.param("segmentation", "train_DDP.py", marks=pytest.mark.drill),
-    pytest.param("segmentation", "train_FSDP.py", marks=pytest.mark.nightly)])
+    ("regression", "train_DDP.py"), ("regression", "train_TP.py"),
+    ("segmentation", "train_DDP.py"), ("segmentation", "train_FSDP.py")])
 def test_two_processes_train_the_same_model(trained, task, script):
     one, two = trained(task, "train.py")[0], trained(task, script)[0]
     for file in ("best.pt", "last.pt"):

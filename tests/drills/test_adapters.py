@@ -8,6 +8,7 @@ from conftest import PYTHON, TORCHRUN, good, run
 from language import gpt, llama, lora
 
 
+@pytest.mark.nightly
 def test_peft_loads_the_adapters_and_computes_the_same(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers", reason="no transformers: pip install -r requirements/drill.txt")
     peft = pytest.importorskip("peft", reason="no peft: pip install -r requirements/drill.txt")

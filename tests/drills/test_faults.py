@@ -49,6 +49,7 @@ def test_an_interrupted_run_ends_at_once_and_leaves_nothing(tmp_path, start, sta
         assert code == {"SIGINT": 130, "SIGTERM": 143}[sent]
 
 
+@pytest.mark.nightly
 def test_one_output_folder_takes_one_run(tmp_path):
     """A second run is rejected, and the first continues; however the first ends, the folder is then free.
 

@@ -52,6 +52,7 @@ def test_a_layout_trains_the_baselines_model(references, scripts, tmp_path, name
     assert reference["score"] == pytest.approx(variant["score"], abs=1e-12)
 
 
+@pytest.mark.nightly
 def test_a_validation_set_smaller_than_the_processes_is_measured_exactly(photos, tmp_path):
     """With two images on three processes, one process has none but takes part in every forward pass."""
     shutil.copytree(photos, tmp_path / "data", ignore=shutil.ignore_patterns("beech"))

@@ -56,10 +56,9 @@ def test_a_checkpoint_of_the_device_names_it(whole):
         torch.load(whole[1] / "last.pt", weights_only=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("script", "options"), [
-    *(pytest.param(script, [], marks=[pytest.mark.nightly] * (script != "train_combined.py"))
-      for script in WHOLE),
-    pytest.param("train_amp.py", ["--precision", "fp16", "--freeze-layers"], marks=pytest.mark.nightly)])
+    *((script, []) for script in WHOLE), ("train_amp.py", ["--precision", "fp16", "--freeze-layers"])])
 def test_variants_train_the_same_model(whole, tmp_path, script, options):
     """The reference is train.py on the CPU or, for mixed precision, the same script on the CPU."""
     launch = command(script)

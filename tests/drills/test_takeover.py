@@ -12,6 +12,7 @@ ARGUMENTS = REFERENCE[1:]
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.nightly
 def test_the_manifests_command_joins_nodes_by_the_variables_of_kubeflow(reference, tmp_path):
     """The environments of two pods on one machine; the command is unchanged except for the size of the training."""
     manifest = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
