@@ -86,13 +86,6 @@ class Run:
             self.cache[number] = states, distinct(states), self.samples(number)
         return self.cache[number]
 
-    def first_steps(self):
-        """Return the number of the first step of each optimizer on rank 0."""
-        first = {}
-        for number in range(self.length):
-            first.setdefault(self.states(number)[0].get("optimizer"), number)
-        return [*first.values()]
-
     def kinds(self, rank):
         return [event["event"] for event in self.events[rank]]
 

@@ -36,23 +36,23 @@ def replicas(run, limits):
     """
     if 0 < run.trains_apart()[0] < math.inf:
         return None
-    split = {}  # {optimizer: the numbers of its parameters that may be parts of tensors}
+    split = {}  # {(optimizer, its number of parameters): the numbers of those that may be parts of tensors}
     known = set()  # the names of the copies recorded so far; those of a GAN's generator come with its optimizer
     for step in range(run.length):
         states = run.at(step)[0]
-        optimizer = states[0].get("optimizer")
-        if optimizer not in split:
+        key = states[0].get("optimizer"), len(states[0]["rows"])  # others may join it in some steps
+        if key not in split:
             groups = [*zip(*[state["rows"] for state in states])]  # the rows of one parameter on all ranks
             if len({len(state["rows"]) for state in states}) > 1 or any(
                     row[:2] != rows[0][:2] for rows in groups for row in rows):
                 return None  # stages of a pipeline
             alike = [worst([(rows[0], row) for row in rows], "start")[0] <= limits.low for rows in groups]
-            split[optimizer] = set() if all(alike) else {  # zeros are equal anyway
+            split[key] = set() if all(alike) else {  # zeros are equal anyway
                 number for number, rows in enumerate(groups) if not alike[number] or not rows[0].start[0] > 0}
             # parts of a tensor have different gradients, averaged gradients of replicas are equal
             averaged = any(worst([(rows[0], row) for row in rows], "grad")[0] <= EQUAL and rows[0].grad[0] > 0
                            for number, rows in enumerate(groups) if not alike[number])
-            if not all(alike) and (states[0]["replicas"] or len(split[optimizer]) == len(groups) or averaged):
+            if not all(alike) and (states[0]["replicas"] or len(split[key]) == len(groups) or averaged):
                 name = groups[alike.index(False)][0].name
                 return "start", f"the ranks start with different weights, such as {name}", step + 1
             for state in states[1:] if not any(split.values()) else ():
@@ -62,7 +62,7 @@ def replicas(run, limits):
                     return "start", fact, step + 1
             known |= {name for name, *_ in states[0]["unoptimized"]}
         # correct replicas are bit-identical
-        if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split[optimizer]):
+        if found := ranks_differ(run, step, ("rate", "grad", "value"), EQUAL, skipped=split[key]):
             cause, evidence, step, name, difference = found
             return cause, f"{evidence}; {name} differs by {difference:.1e}", step + 1
 
