@@ -300,8 +300,8 @@ def group_scale(diff):
         same = next((known for known in groups if math.isclose(known, factor, rel_tol=EQUAL)), factor)
         groups.setdefault(same, []).append(pair)
     if len(groups) == 2:
-        others = min(groups, key=lambda factor: (not math.isclose(factor, 1, rel_tol=EQUAL), -len(groups[factor])))
-        (factor, moved), = [item for item in groups.items() if item[0] != others]
+        (factor, moved), (others, _) = sorted(groups.items(), key=lambda group: (
+            math.isclose(group[0], 1, rel_tol=EQUAL), len(group[1])))
         common = "" if math.isclose(others, 1, rel_tol=EQUAL) else f", up to a common factor {others:.6g}, as of a clip"
         return (f"{len(moved)} of {len(diff.pairs)} gradients of B are {factor / others:.6g} times those of A, such as "
                 f"that of {moved[0][0].name}; the others are equal{common}")

@@ -18,8 +18,9 @@ def trace(report, a, b):
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
     draws = without_innocent(draws, a, b, step, value)
     quiet = first_value(a, b, step, True) if value == () or kind == CONSTANT else None
+    quiet = quiet and quiet[2] != SIZES and quiet[:2]
     fact, before = "", {FIRST: ": look before the model", LATER: ", though the outputs before it agree"}
-    if quiet and quiet[2] != SIZES:  # a teacher, a target network or a policy computes what enters the loss
+    if quiet:  # a teacher, a target network or a policy computes what enters the loss
         fact = f"the {quiet[0].removeprefix(QUIET)} of {quiet[1]}, which computes without gradients, differs"
     elif place == SIZES:
         fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
@@ -36,7 +37,7 @@ def trace(report, a, b):
         cause, fact = "samples", fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
-    elif quiet and quiet[2] != SIZES and (unclear or cause == "evaluation"):
+    elif quiet and (unclear or cause == "evaluation"):
         cause = "forward"
     elif kind == CONSTANT and (unclear or cause == "evaluation"):
         return {**report, "cause": "loss", "message": f"{fact}: {remedy('loss')}"}

@@ -365,13 +365,17 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_named(kinds, said, found):
     assert fact.startswith(f"not sure: {found}") and fact.endswith(said) if found else fact is None
 
 
-def test_parts_of_a_tensor_may_have_an_optimizer_of_their_own():
-    """That optimizer follows another backward pass, as in a GAN, and has rows of its own."""
+@pytest.mark.parametrize("numbers", [(0, 2), (0, 1)])
+def test_parts_of_a_tensor_may_have_an_optimizer_of_their_own(numbers):
+    """It follows a backward pass of its own, as in a GAN, or joins the other one in the second step."""
     first = made("the run", *[[("w", [2], [1.0] * 3, [1.0] * 3, [2.0] * 3)]] * 2)
     second = made("the run", *[[("table", [4], [size] * 3, [size] * 3, [size] * 3),
                                 ("norm", [3], [1.0] * 3, [1.0] * 3, [2.0] * 3)] for size in (1.0, 2.0)])
     for rank in first.ranks:
-        first.ranks[rank] = [{**run.ranks[rank][0], "optimizer": number} for number, run in enumerate((first, second))]
+        one, two = first.ranks[rank][0], second.ranks[rank][0]
+        steps = ({**one, "optimizer": 0}, {**one, "optimizer": 0, "rows": one["rows"] + two["rows"]},
+                 {**two, "optimizer": 1})
+        first.ranks[rank] = [steps[number] for number in numbers]
     first.length = 2
     assert replicas(first, LIMITS["own"]) is None
 
@@ -731,6 +735,18 @@ def test_the_first_value_that_differs_tells_the_cause(place, cause, said):
     assert found["cause"] == cause and said in found["message"], found
 
 
+@pytest.mark.parametrize("constants", [0, 1])
+@pytest.mark.parametrize(("size", "cause"), [(8, "forward"), (16, "loss")])
+def test_a_teacher_whose_outputs_have_another_size_is_not_named(size, cause, constants):
+    """As in a validation that pads the shares of the ranks. Autograd may not have saved what the loss takes of it."""
+    values = [{"passed": [["output", "Net", True, 4, 8, 1.0, 1.0],
+                          ["no_grad output", "Teacher", True, 4, rows, mass, 1.0],
+                          *[["constant", "MulBackward0 1", True, 1, 8, mass, 1.0 + mass]] * constants]}
+              for rows, mass in ((8, 1.0), (size, 5.0))]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == cause and ("Teacher" in found["message"]) == (cause == "forward"), found
+
+
 def test_indices_that_a_model_passes_on_are_its_input():
     """Else, the input of the layer would differ inside the model."""
     values = [{"passed": [["input (integers)", name, name == "Net", 1, 8, size, size] for name in ("Net", "layer")]}
@@ -991,7 +1007,8 @@ def test_the_earliest_difference_of_an_average_is_reported():
     report = compare_runs(run("A", [1.0, 1.0, 1.0]), run("B", [1.0, 1.0, 2.0], [1.0, 4.0, 4.0]))
     assert (report["cause"], report["step"]) == ("buffers", 1), report
     assert "differs between ranks 0 and 1 of B" in report["message"]
-    assert compare_runs(run("A", [1.0]), run("B", [1.0], [4.0]))["cause"] == "start"  # when it is first recorded
+    report = compare_runs(run("A", [1.0]), run("B", [1.0], [4.0]))  # it differs when it is first recorded
+    assert report["cause"] == "start" and "of B; copy the model after its weights are equal: " in report["message"]
 
 
 @pytest.mark.parametrize(("other", "said"), [(3.0, "so the datasets differ, or only some samples"), (1.0, "")])
@@ -1285,11 +1302,11 @@ def test_a_loader_that_is_created_anew_is_known_by_its_dataset():
 
 def test_a_state_that_a_model_returns_and_takes_again_is_no_sample():
     samples, state = Samples(None), torch.zeros(2, 3)
-    for _ in range(2):
+    for _ in range(3):
         x, before, state = torch.ones(2, 4), state, torch.ones(2, 3)
         samples.follow([x, before.detach()], [torch.ones(2, 5), state])
         assert samples.calls[-1].inputs[0] is x
-    assert [len(call.inputs) for call in samples.calls] == [2, 1]
+    assert [len(call.inputs) for call in samples.calls] == [2, 1, 1]
 
 
 def test_only_the_loaders_that_differ_are_compared():
