@@ -192,7 +192,11 @@ class Samples(list):
 
 def first_batch(dataset, workers=0, timeout=0):
     options = loading.options(workers, torch.device("cpu"), dataset)
-    return next(iter(DataLoader(dataset, 3, timeout=timeout, **options)))
+    try:
+        return next(iter(DataLoader(dataset, 3, timeout=timeout, **options)))
+    finally:
+        for worker in multiprocessing.active_children():
+            worker.terminate()  # torch would wait for 5 s for one that could not send its batch
 
 
 INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
