@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .records import UNNAMED
+
 SMALL = 1 << 14  # elements; the waves of smaller tensors are kept, which makes many small digests faster
 NOT_FINITE = 0.7, 1.1, -1.1  # in place of NaN and infinity in samples and inputs: missing labels, masks
 FREQUENCIES = [math.sqrt(2 + axis) for axis in range(64)]  # of the plane wave in a digest, one for each axis
@@ -96,12 +98,14 @@ def marks(tensor):
 def find_parts(names, tensors, others, rank):
     """Return, for each tensor, its Part if it is a part of one of `others`, or None.
 
-    `others` has the (name, shape, marks) of each tensor of the other command.
+    `others` has the (name, shape, marks) of each tensor of the other command. What a module has is no part of what none
+    has, such as a vector of all tensors.
     """
     found, known = [], {}
     for number, (name, item) in enumerate(zip(names, tensors)):
         near = sorted(range(len(others)), key=lambda n: (others[n][0] != name, abs(n - number)))
-        near = [others[n] for n in near if len(others[n][1]) == item.ndim]
+        near = [row for row in (others[n] for n in near)
+                if len(row[1]) == item.ndim and (name == UNNAMED or row[0] != UNNAMED)]
         same = [row for row in near if row[1] == list(item.shape)]
         own = near and name not in [row[0] for row in same] and marks(item)
         whole = not own or near[0][0] != name and own in [row[2] for row in same]
@@ -125,5 +129,9 @@ def find_part(shape, marked, other, others, known, rank):
         hits = known[size, total]
     elif len(offsets) == 1:
         hits = {row: row + min(offsets) for row in range(size) if 0 <= row + min(offsets) < total}
+    unlike = sum(own[row] != theirs[place] for row, place in hits.items())  # few, by rounding
+    rest = [row for row in range(size) if row not in hits]
+    if unlike > 0.1 * len(hits) or rest and (len(rest) > len(hits) or rest[0] < max(hits)):  # else, it is padding
+        return None
     known[size, total] = hits
     return Part(axes[0], (*hits,), (*hits.values(),), total)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, INPUTS, NOISE, UNNAMED, Starts, apart, equal, gap, only_loaders, worst
+from .records import EQUAL, INPUTS, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, only_loaders, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -40,7 +40,7 @@ class Difference:
 
     def __init__(self, a, b, step, column, pairs):
         self.step, self.column, self.pairs, self.steps = step, column, pairs, range(min(a.length, b.length))
-        self.loaders = self.differing_loaders(a, b)
+        self.loaders, self.flat = self.differing_loaders(a, b), a.flat or b.flat
         self.a, self.b = self.sides = Side(a, step, b), Side(b, step, a)
         self.orders = (self.b, self.a), (self.a, self.b)  # a rule that may hold for either run tries B first
         sizes = [{state["size"] for state in side.states} for side in self.sides]
@@ -166,9 +166,19 @@ def learning_rate(diff):
 
 
 def optimizer(diff):
-    if diff.column == "value":
+    if diff.column == "value" and not diff.flat:
         options = options_that_differ(diff.pairs, "A", "B")
-        return f"equal gradients, but different updates{': ' * bool(options)}{options}"
+        return f"equal gradients, but different updates{': ' * bool(options)}{options}{unchanged(diff)}"
+
+
+def unchanged(diff):
+    """Return text that says how many parameters only one of the runs has not changed since its start."""
+    for label, side, other in (("B", 1, 0), ("A", 0, 1)):
+        kept = [pair[side].name for pair in diff.pairs if pair[side].value == pair[side].start
+                and pair[other].value != pair[other].start]
+        if kept:
+            return f"; {label} has never changed {len(kept)} of {len(diff.pairs)}, such as {kept[0]}"
+    return ""
 
 
 def options_that_differ(pairs, one, two):
@@ -206,7 +216,7 @@ def evaluation(diff):
 def old_weight(diff):
     """A rank computes with the old value of a weight that the optimizer of another rank has since changed."""
     for side in diff.sides:
-        new = {f"weight {row.name}": row.value for row in side.run.at(diff.step - 1)[1]} if diff.step else {}
+        new = {f"{WEIGHT}{row.name}": row.value for row in side.run.at(diff.step - 1)[1]} if diff.step else {}
         for rank, state in zip(side.run.ranks, side.states):
             for name, _, digest in state["unoptimized"]:
                 if name in new and gap(digest, new[name]) > EQUAL:
@@ -379,7 +389,7 @@ def no_graph(diff):
 
 def mixed(diff):
     """On two ranks, different tensors have equal gradients."""
-    for side in diff.sides:
+    for side in diff.sides if not diff.flat else ():
         first, *others = side.states
         for rank, state in zip([*side.run.ranks][1:], others):
             for one, two in zip(first["rows"], state["rows"]):
@@ -387,6 +397,19 @@ def mixed(diff):
                 if unlike and one.grad[0] > 0 and gap(one.grad, two.grad) < EQUAL:
                     return (f"ranks 0 and {rank} of {side.label} have equal gradients for different tensors, "
                             f"{one.name} and {two.name}: a collective adds up gradients of different tensors")
+
+
+def flat(diff):
+    """The optimizer of a run holds tensors that no module has, such as flat shards, so gradients are not compared."""
+    if diff.flat and diff.same_loss:
+        options = [{option for state in side.run.states(diff.step) for row in load(state)["rows"]
+                    for option in row.options.items() if option[0] != "group"} for side in diff.sides]
+        unlike = ", ".join(f"{name} {value}" for name, value in sorted(options[0] ^ options[1]))
+        moved = some([one for one, two in diff.pairs if gap(one.value, two.value) > EQUAL], diff.pairs)
+        return (f"{UNSURE * (not unlike)}equal losses, but different values of {moved} after the step{unchanged(diff)}"
+                + f"; only one run has the option(s) {unlike}" * bool(unlike)
+                + "; an optimizer holds tensors that no module has, so no gradients were compared: "
+                "these may be averaged or clipped differently" * (not unlike))
 
 
 def no_backward(diff):
@@ -526,8 +549,8 @@ RULES = [
      "gradients are zero before a later micro-batch"),
     # with equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests
     ("batchnorm", lambda diff: "batchnorm" in diff.flags and diff.split and not diff.same_loss and mean_losses(diff)),
-    ("no-gradient", no_graph), ("unknown", mixed), ("no-backward", no_backward), ("buffers", buffers),
-    ("uneven-mean", reweighted), ("loss", class_weights),
+    ("no-gradient", no_graph), ("unknown", mixed), ("optimizer", flat), ("no-backward", no_backward),
+    ("buffers", buffers), ("uneven-mean", reweighted), ("loss", class_weights),
     ("random", lambda diff: "random" in diff.flags and mean_losses(diff)), ("forward", forward),
     # fallbacks: they hold for most differences of the loss, so the answer says "not sure"
     ("uneven-mean", uneven_mean),
@@ -556,16 +579,19 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
             differ = [pair for pair in pairs if worst([pair], column)[0] > limit]
             whole = other and all(len(state["samples"]) == len(other.samples(step)) > 0 for state in states)
             unsure = ""
-            if column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"]):
+            shares = other and not equal(states[0]["samples"], state["samples"]) and equal(
+                run.samples(step), other.samples(step))  # of the batch; else, they may be parts of the same samples
+            if column == "grad" and other and not shares and parts_of(states, other.at(step)[0][0]["rows"]):
                 cause = "partial"
             elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
                 cause, why, unsure = divided(states, place, common_factor(differ)[0])
                 what = f"gradients, proportional to each other{why}"
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
-            elif column == "grad" and cause == "not-averaged" and any(
+            elif column == "grad" and any(
                     one.grad[0] > 0 and worst([(one, two)], "grad")[0] <= limit for one, two in pairs):
-                what += f" of {len(differ)} of {len(pairs)} tensors, so average these, too, or sum parts of a sequence"
+                what += f" of {len(differ)} of {len(pairs)} tensors, such as {name}"
+                what += ", so average these, too" + ", or sum parts of a sequence" * (not shares)
             if cause == "not-averaged" and whole:  # in a tensor-parallel group, samples are equal
                 unsure = UNSURE
             return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference

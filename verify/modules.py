@@ -1,11 +1,13 @@
 """Watch the modules of a program: their names, inputs and outputs, and the tensors that no optimizer changes."""
 import collections
 import gc
+import os
+import re
 
 import torch
 
 from .digests import NOT_FINITE, digest, real, wave
-from .records import CONSTANT, UNNAMED
+from .records import CONSTANT, UNNAMED, WEIGHT
 
 
 class Modules:
@@ -15,6 +17,7 @@ class Modules:
         self.names, self.leaves, self.replicas, self.scalers = {}, [], False, []  # names: {id(module): name}
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.outputs = []  # nodes of the graph: the outputs of modules with parameters
+        self.places = {}  # {name of a constant: file and line}
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
     def find(self, parameters, optimized):
@@ -38,11 +41,13 @@ class Modules:
                             and module.process_group.size() == torch.distributed.get_world_size()
                             for module in modules)
         trained = [module for module in outermost if any(id(item) in optimized for item in module.parameters())]
+        if parameters and not trained:  # flat shards, or a program without modules
+            trained = [module for module in outermost if any(item.requires_grad for item in module.parameters())]
         averages = [module for module in outermost if module not in trained and shapes_of(module)
                     and shapes_of(module) in map(shapes_of, trained)]
         found = {id(item): (f"{'buffer' if module in trained else 'other buffer'} {plain(name)}", item)
                  for module in outermost for name, item in module.named_buffers()}
-        found |= {id(item): (f"weight {plain(name)}", item) for module in trained  # that other ranks update
+        found |= {id(item): (f"{WEIGHT}{plain(name)}", item) for module in trained  # that other ranks update
                   for name, item in module.named_parameters() if item.requires_grad and id(item) not in optimized}
         for module in averages:
             found |= {id(item): (f"average of {plain(name)}", item) for name, item in module.named_parameters()}
@@ -83,7 +88,9 @@ class Modules:
                         value.is_floating_point() or value.dtype == torch.bool):
                     key = node.name().partition("Backward")[0], field, value.shape[1:]
                     counts[key] += 1
-                    self.note(CONSTANT, f"{key[0]} {counts[key]}", True, [value.double()])
+                    name = f"{key[0]} {counts[key]}"
+                    self.places[name] = place_of(node)
+                    self.note(CONSTANT, name, True, [value.double()])
 
     def note(self, kind, name, outermost, tensors):
         """Note the sums of tensors over all elements; they add up over ranks and micro-batches."""
@@ -98,6 +105,15 @@ class Modules:
             waves = [(item @ wave(width, item.device).real).sum() for item in flat]  # a plane wave along the last axis
             self.passed.append([what, name, outermost, width, sum(item.numel() for item in flat),
                                 float(sum(item.square().sum() for item in flat)), float(sum(waves))])
+
+
+def place_of(node):
+    """Return the file and the line of the program that made a node of the graph, if torch detects anomalies, or ""."""
+    for line in reversed(node.metadata.get("traceback_", ())):
+        path, number = re.match(r'  File "(.*)", line (\d+)', line).groups()
+        if "site-packages" not in path and os.path.dirname(path) != os.path.dirname(__file__):
+            return f"{os.path.basename(path)}:{number}"
+    return ""
 
 
 def shapes_of(module):

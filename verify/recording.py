@@ -1,13 +1,13 @@
 """The recorder, which runs inside the programs that are compared and needs only torch.
 
 The recorder writes one line of JSON for each event: "begin" (a rank has begun a step), "step", "joined" (another
-optimizer has stepped after the same backward pass), "epoch" (the DataLoader of training data has delivered its last
-batch), "saved" (a file of a checkpoint has changed), "end" (the program has ended) or "failed". An optimizer's first
-step follows its "parameters": name, shape, initial digest and Part of each one. A step follows "rows", which are long:
-for each parameter, learning rate, digests of the gradient and of the new value, REACHED, number of the group, and the
-digest of the gradient after the last backward pass or null; `options` of each group; `unoptimized`: the tensors that no
-optimizer changes, which are buffers and averages of the weights; and `states`: what the optimizer keeps for each
-parameter.
+optimizer has stepped after the same backward pass), "last" (all steps to be recorded have ended), "epoch" (the
+DataLoader of training data has delivered its last batch), "saved" (a file of a checkpoint has changed), "end" (the
+program has ended) or "failed". An optimizer's first step follows its "parameters": name, shape, initial digest and Part
+of each one. A step follows "rows", which are long: for each parameter, learning rate, digests of the gradient and of
+the new value, REACHED, number of the group, and the digest of the gradient after the last backward pass or null;
+`options` of each group; `unoptimized`: the tensors that no optimizer changes, which are buffers, averages of the
+weights, and weights if the optimizers hold none; and `states`: what the optimizer keeps for each parameter.
 """
 import contextlib
 import functools
@@ -95,8 +95,10 @@ class Recorder:
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
+        self.modules.places = {}
         if self.shows():
             self.draws.show()
+            torch.autograd.set_detect_anomaly(True, check_nan=False)  # each node of the graph keeps its place
 
     def shows(self):
         """Return whether to record the values and draws of this step, too."""
@@ -127,8 +129,12 @@ class Recorder:
         self.look_at_files()
         if hasattr(sys, "last_value"):
             self.write("failed")
-        elif not any(hasattr(tensor, "full_tensor") for _, tensor in self.modules.unoptimized):  # needs all ranks
-            self.write("end", unoptimized=self.unoptimized())
+        else:
+            self.write_unoptimized("end")
+
+    def write_unoptimized(self, event):
+        if not any(hasattr(tensor, "full_tensor") for _, tensor in self.modules.unoptimized):  # needs all ranks
+            self.write(event, unoptimized=self.unoptimized())
 
     def unoptimized(self, digests=()):
         digests = digests or digest([tensor for _, tensor in self.modules.unoptimized])
@@ -287,6 +293,7 @@ class Recorder:
             return
         self.joins = bool(self.stepped) and not self.backwards and optimizer not in self.stepped
         if self.count == self.steps > 0 and not self.joins:
+            self.write_unoptimized("last")
             self.finish()
         self.outer = optimizer
         key = [id(item) for item in self.parameters]
@@ -385,7 +392,8 @@ class Recorder:
         self.write("rows", rows=[*zip(self.rates, grads, values, self.reach or self.reaches(), self.groups,
                                        self.known)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
-                   unoptimized=before, passed=self.modules.passed, sites=self.draws.sites, states=self.restored[0])
+                   unoptimized=before, passed=self.modules.passed, sites=self.draws.sites,
+                   places=self.modules.places, states=self.restored[0])
         samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]
         batches = [[loader, counts, [value for value, *_ in found], *rest]
                    for loader, counts, found, *rest in self.samples.batches]

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ LEAVES = -2  # such inputs that need a gradient: points of a PINN, or what a sta
 QUIET = "no_grad "  # precedes "input" or "output" of a call without gradients, as of a teacher or a policy
 CONSTANT = "constant"  # in place of "input" or "output": what enters a loss besides the outputs of modules
 UNNAMED = "parameter"  # the name of a parameter that no module has
+WEIGHT = "weight "  # precedes the name of a module's parameter that no optimizer holds
+UNKNOWN, MIXED = [1.0, 0.0, 0.0], [math.nan]  # a gradient's digest and a rate that were not recorded
 TWINS = 64  # so many tensors with equal initial values are candidates for one tensor
 CACHED = 4  # so many steps are in memory with their rows; they are compared in order
 
@@ -61,6 +64,8 @@ class Run:
             self.extra = reads(steps)[1]  # how many more batches are read in the first step
             self.ranks[rank] = in_step(steps, extra)
         self.length = min(map(len, self.ranks.values()), default=0)
+        if self.flat and not all(self.weights(self.length)):
+            self.length -= 1
         self.flags = {flag for steps in self.ranks.values() for step in steps for flag in step["flags"]}
 
     @classmethod
@@ -80,11 +85,42 @@ class Run:
         """Return each rank's record of a step, the distinct rows of all ranks, and a sorted list of all samples."""
         if number not in self.cache:
             states = [load(state) for state in self.states(number)]
-            self.join(states)
+            if self.flat:
+                for state, first, later in zip(states, self.weights(0), self.weights(number + 1)):
+                    rates, values = {row.rate[0] for row in state["rows"]}, {name: value for name, _, value in later}
+                    rate = [*rates] if len(rates) == 1 else MIXED
+                    state["rows"] = [Row(name.removeprefix(WEIGHT), shape, start, rate, UNKNOWN, values[name])
+                                     for name, shape, start in first if name in values]
+            else:
+                self.join(states)
             self.holds |= any(state.get("unoptimized") for state in states)
             self.cache = {key: self.cache[key] for key in [*self.cache][1 - CACHED:]}
             self.cache[number] = states, distinct(states), self.samples(number)
         return self.cache[number]
+
+    @cached_property
+    def flat(self):
+        """Whether the optimizers hold only tensors that no module has, and that change the modules' weights.
+
+        Such are the flat shards of ZeRO by hand. Then at() returns the weights, whose gradients are unknown.
+        """
+        tables = [state.get("table") or state["rows"] for state in self.states(0)] if self.length > 1 else []
+        if not tables or any(name != UNNAMED for rows in tables for name, *_ in rows):
+            return False
+        states, weights = [load(state) for state in self.states(0)], self.weights(0)
+        shapes = [[sorted(str(shape) for _, shape, *_ in rows) for rows in part]
+                  for part in ([state["rows"] for state in states], weights)]
+        return (all(weights) and any(row.grad[0] for state in states for row in state["rows"])
+                and shapes[0] != shapes[1] and weights != self.weights(1))
+
+    def weights(self, number):
+        """Return for each rank the (name, shape, digest) of the modules' weights before a step, or after the last."""
+        found = []
+        for rank, steps in self.ranks.items():
+            last = [event for event in self.events[rank] if event["event"] in ("end", "last")]
+            after = load(steps[number]) if number < len(steps) else last[-1] if last else {}
+            found.append([row for row in after.get("unoptimized", ()) if row[0].startswith(WEIGHT)])
+        return found
 
     def kinds(self, rank):
         return [event["event"] for event in self.events[rank]]
@@ -92,7 +128,7 @@ class Run:
     def unoptimized(self, rank):
         """Yield a rank's buffers and averages before each step and at the end, once at() has read all steps."""
         for event in self.events[rank]:
-            if event["event"] in ("step", "end"):
+            if event["event"] in ("step", "end", "last"):
                 skipped = event["event"] == "step" and not self.holds
                 yield [] if skipped else load(event)["unoptimized"]
 

@@ -16,7 +16,7 @@ def trace(report, a, b):
     value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
-    draws = without_innocent(draws, a, b, step, value)
+    draws = without_innocent(draws, a, b, step, value, cause)
     quiet = first_value(a, b, step, True) if value == () or kind == CONSTANT else None
     quiet = quiet and quiet[2] != SIZES and quiet[:2]
     fact, before = "", {FIRST: ": look before the model", LATER: ", though the outputs before it agree"}
@@ -26,6 +26,9 @@ def trace(report, a, b):
         fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
                 "length, look for a layer that reads padding")
     elif kind == CONSTANT:
+        places = {state["places"][module]: 0 for run in (b, a) for state in run.at(step)[0]
+                  if state.get("places", {}).get(module)}
+        module += f", {' or '.join(places)}" * bool(places)
         fact = ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
                 f"weights, what they are divided by, or a selection (an operand of {module})")
     elif value:
@@ -56,8 +59,10 @@ def trace(report, a, b):
     return {**report, "message": message + f"\n{fact}" * bool(fact) + said}
 
 
-def without_innocent(draws, a, b, step, value):
+def without_innocent(draws, a, b, step, value, cause):
     """Leave out draws that differ without effect, such as a shuffle of each rank's own share, if samples are equal."""
+    if cause != "start":  # then initial weights are equal
+        draws = [site for site in draws if not ("(torch." in site and site.endswith(", at the start)"))]
     one, two = (read_once(run, step, len(other.samples(step))) for run, other in ((a, b), (b, a)))
     if not one or not equal(one, two):
         return draws

@@ -58,7 +58,8 @@ def replicas(run, limits):
             for state in states[1:] if not any(split.values()) else ():
                 copies = [copy for copy in state["unoptimized"] if copy[0] not in known]
                 if found := apart(states[0]["unoptimized"], copies, EQUAL, "average of"):
-                    fact = f"the ranks start with different weights: copies of the model differ, such as {found[0]}"
+                    fact = f"the ranks start with different weights: copies of the model differ, such as {found[0]}; "
+                    fact += "copy the model after its weights are equal"
                     return "start", fact, step + 1
             known |= {name for name, *_ in states[0]["unoptimized"]}
         # correct replicas are bit-identical

@@ -36,7 +36,7 @@ MISTAKES = [
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
-    "scaled", "owned by ranks, scheduler on rank 0"]
+    "scaled", "owned by ranks, scheduler on rank 0", "flat", "flat, decayed", "flat, not sent"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
@@ -252,6 +252,12 @@ def train_in_micro_batches(mistake, rank, world):
             optimizer.zero_grad()
 
 
+def shard_of(tensors, rank, world):
+    """Return a rank's part of a vector with the elements of all tensors, which is padded."""
+    joined = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return nn.functional.pad(joined, (0, -len(joined) % world)).chunk(world)[rank].clone()
+
+
 def train(mistake, rank, world):
     torch.manual_seed(rank if mistake == "weights of each rank" else 0)
     norm = OwnSync if mistake == "batchnorm without backward" else nn.BatchNorm1d
@@ -266,7 +272,8 @@ def train(mistake, rank, world):
             else:
                 parameter.data = parameter.data.chunk(2, axis)[rank * 2 // world].clone()
         rank, world = 0, 1  # each rank reads whole batches
-    alone = world == 1 or "local" in mistake or "owned" in mistake or mistake in (
+    flat = "flat" in mistake and world > 1  # as ZeRO-1 with one vector of all parameters
+    alone = world == 1 or flat or "local" in mistake or "owned" in mistake or mistake in (
         "weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks", "parts of a gradient")
     wrapped = model if alone else DistributedDataParallel(model)
     sent = "owned" in mistake and "not sent" not in mistake
@@ -284,7 +291,10 @@ def train(mistake, rank, world):
     if "rows" in mistake:
         nn.Linear(4, 1)(data.tensors[0])  # as a teacher is made: what no backward pass reaches is no sample of a step
     sampler = DistributedSampler(data, world, rank)
-    if mistake == "order of one process" and world == 1:
+    if mistake == "parts of a gradient":
+        sampler = DistributedSampler(data, 1, 0)
+        loader = DataLoader(data, 8, sampler=sampler)
+    elif mistake == "order of one process" and world == 1:
         loader = DataLoader(data, 8)
     elif mistake == "no sampler":
         loader = DataLoader(data, 8 // world, shuffle=True)
@@ -295,6 +305,9 @@ def train(mistake, rank, world):
         owned = [{"params": [model[0].weight], "weight_decay": 0.1, "name": "decayed"},
                  {"params": [model[0].bias, *model[2].parameters()]}]
     optimizer = torch.optim.SGD(owned, 0.2 if mistake == "rate times 2" else 0.1)
+    if flat:
+        shard = nn.Parameter(shard_of(model.parameters(), rank, world))
+        optimizer = torch.optim.SGD([shard], 0.1, weight_decay=0.1 * ("decayed" in mistake))
     if "fused" in mistake:
         optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", 16.0, enabled="fused" in mistake and world > 1)
@@ -311,6 +324,8 @@ def train(mistake, rank, world):
         for x, y, weight in loader:
             if mistake != "gradients kept" or world == 1:
                 model.zero_grad()
+            if mistake == "parts of a gradient":  # as in sequence parallelism
+                x, y, weight = x[rank::world], y[rank::world], weight[rank::world]
             if "points" in mistake:  # as those of a PINN, whose loss needs their gradients
                 x = x.requires_grad_().repeat(1, 1)
             if mistake == "functional dropout":
@@ -367,12 +382,20 @@ def train(mistake, rank, world):
             if "clip" in mistake:
                 grads = [parameter.grad for parameter in model.parameters()]
                 nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, nn.utils.get_total_norm(grads))
-            if world > 1 and (mistake in ("clip per rank", "decay of ranks") or "owned" in mistake):
+            if world > 1 and (flat or mistake in ("clip per rank", "decay of ranks") or "owned" in mistake):
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= world
+            if flat:
+                shard.grad = shard_of([parameter.grad for parameter in model.parameters()], rank, world)
             scaler.step(optimizer)
             scaler.update()
+            if flat:
+                shards = [shard_of(model.parameters(), number, world) for number in range(world)]
+                shards[rank] = shard.data
+                if "not sent" not in mistake:
+                    dist.all_gather(shards, shard.data)
+                nn.utils.vector_to_parameters(torch.cat(shards), model.parameters())
             if "local" in mistake and world > 1 and (steps := steps + 1) % 3 == 0:
                 for parameter in model.parameters():
                     if "copied" in mistake:

@@ -13,8 +13,8 @@ import torch
 from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, replace_lines, run
 
 import verify
-from verify.comparing import LIMITS, Failure, compare_runs, float64_fails, printed_differ, unequal_steps
-from verify.digests import digest
+from verify.comparing import LIMITS, Failure, compare_runs, filled, float64_fails, printed_differ, unequal_steps
+from verify.digests import digest, find_parts, marks
 from verify.explaining import CAUSES as KNOWN
 from verify.explaining import (
     Difference,
@@ -27,7 +27,7 @@ from verify.explaining import (
 from verify.modules import Modules
 from verify.precision import widened
 from verify.recording import digest_if_known, from_parameters, only_creates_state, options_of
-from verify.records import INPUTS, LEAVES, Row, Run, Starts, equal, in_step, join_samples, load, match, steps_of
+from verify.records import INPUTS, LEAVES, MIXED, Row, Run, Starts, equal, in_step, join_samples, load, match, steps_of
 from verify.running import record
 from verify.samples import Samples, by_sample, counts_of, described, samples_of
 from verify.tracing import after_backward, draws_that_differ, first_value, trace
@@ -53,7 +53,8 @@ CAUSES = {
     "augmented, no set_epoch": "set-epoch", "two loaders, own mean": "uneven-mean",
     "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient",
     "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
-    "weighted, own median": "evaluation", "weighted, taught": "evaluation"}
+    "weighted, own median": "evaluation", "weighted, taught": "evaluation", "flat, decayed": "optimizer",
+    "flat, not sent": "optimizer"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
          "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
@@ -64,7 +65,7 @@ WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm"
            "equal rows by hand": "samples", "rank 0 stops": "rank-stops", "detached loss": "not-optimized",
            "parts of a gradient": "not-averaged", "decay of ranks": "optimizer", "local SGD": None,
            "local SGD, copied": "not-averaged", "augmented, no set_epoch": "set-epoch", "penalty": None,
-           "owned by ranks, scheduler on rank 0": "rank-lr"}
+           "owned by ranks, scheduler on rank 0": "rank-lr", "flat": None, "flat, not sent": "optimizer, never-moves"}
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +93,9 @@ def test_every_cause_has_a_mistake_that_shows_it():
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
                                  "cut by hand, replicated", "lists", "joined", "augmented", "two loaders",
-                                 "penalty", "scaled", "sharded", "weighted"])
+                                 "penalty", "scaled", "sharded", "weighted", "flat"])
 def test_two_ranks_train_the_model_of_one(records, way):
-    one = "right" if "cut" in way or "owned" in way else way
+    one = "right" if "cut" in way or way in ("owned by ranks", "flat") else way
     ranks = 4 if "replicated" in way else 2
     report = verify.compare(records / f"{one} on 1", records / f"{way} on {ranks}")
     assert (report["verdict"], report["steps"], report["ranks"]) == ("same", [12, 12], [1, ranks])
@@ -177,7 +178,7 @@ def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, 
 
 @pytest.mark.parametrize(("mistake", "start", "said"), [
     ("labels smoothed", "equal samples", "the outputs of all modules agree, so the loss differs"),
-    ("weighted, own median", "the outputs of all modules agree", "such as a mask, weights, what"),
+    ("weighted, own median", "the outputs of all modules agree", "(an operand of Mul 1, mistakes.py:"),
     ("weighted, taught", "the input of Sequential, which computes without gradients, differs", "compare what this mod"),
     ("equal rows by hand", "every rank reads the same samples", "the input of Sequential differs")])
 def test_the_values_of_the_step_say_more(records, mistake, start, said):
@@ -393,7 +394,8 @@ def test_an_option_of_another_group_is_named_with_its_parameter():
         "optimizer": "SGD", "group": group, "momentum": "0.9", "weight_decay": decay}) for rate, group, decay in found)
              for name, *found in (("w", (0.1, "decay", "0.1"), (0.2, "rest", "0.0")),
                                   ("b", (0.1, "rest", "0.0"), (0.1, "rest", "0.0")))]
-    it = SimpleNamespace(a=SimpleNamespace(label="A"), b=SimpleNamespace(label="B"), column="value", pairs=pairs)
+    it = SimpleNamespace(a=SimpleNamespace(label="A"), b=SimpleNamespace(label="B"), column="value", pairs=pairs,
+                         flat=False)
     assert optimizer(it) == ("equal gradients, but different updates: weight_decay is 0.1 in A and 0.0 in B for 1 of 2 "
                              "parameters, such as w in group decay")
     pairs = [(one, two._replace(options={"optimizer": "Adam"})) for one, two in pairs]
@@ -622,7 +624,7 @@ def test_a_batch_that_is_read_ahead_belongs_to_the_step_that_trains_on_it():
 def test_a_mistake_that_one_run_shows_is_found_without_another(records):
     found = {mistake: {finding["cause"] for finding in watch(records / f"{mistake} on 2")["findings"]}
              for mistake in WATCHED}
-    assert found == {mistake: {cause} if cause else set() for mistake, cause in WATCHED.items()}
+    assert found == {mistake: {*cause.split(", ")} if cause else set() for mistake, cause in WATCHED.items()}
 
 
 def test_gradients_that_a_closure_computes_are_seen(records):
@@ -869,8 +871,45 @@ def test_one_gradient_of_several_that_is_not_averaged_is_said_to_be_one():
         state["batches"] = [[0, [], [1.0], [], []]]
         join_samples(state)
     report = compare_runs(a, b)
-    said = "ranks 0 and 1 of B have different gradients of 1 of 2 tensors, so average these, too"
+    said = "ranks 0 and 1 of B have different gradients of 1 of 2 tensors, such as v, so average these, too"
     assert report["cause"] == "not-averaged" and report["message"].startswith(said), report
+
+
+@pytest.mark.parametrize(("name", "values", "other", "places"), [
+    ("w", [3, 4], "w", (2, 3)), ("w", [3, 4], "parameter", None),  # of a vector of all tensors
+    ("parameter", [3, 4], "w", (2, 3)), ("w", [5, 6, 0, 7], "w", (4, 5)),  # padding may be random
+    # what surrounds these are other tensors
+    ("parameter", [8, 3, 4, 9], "w", None), ("parameter", [8, 9, 1, 2], "w", None),
+    ("parameter", [5, 6, 7, 8, 9], "w", None)])
+def test_a_part_of_a_tensor_has_only_values_of_it_and_padding(name, values, other, places):
+    whole = torch.arange(1.0, 7.0)
+    part, = find_parts([name], [torch.tensor(values, dtype=torch.double)], [(other, [6], marks(whole))], 0)
+    assert (part and part.places) == places
+
+
+@pytest.mark.parametrize(("change", "flat"), [
+    ({}, True), ({"name": "w"}, False),  # the optimizer has a tensor of the module
+    ({"shape": [2]}, False),  # a copy of the weight, as in float32: its gradients can be compared
+    ({"grad": 0.0}, False),  # the optimizer was created before the model was moved
+    ({"moved": 1.0}, False)])  # the program trains its own tensor, not the module
+def test_weights_are_compared_if_the_optimizer_has_flat_shards(change, flat):
+    change = {"name": "parameter", "shape": [1], "grad": 1.0, "moved": 2.0} | change
+    row = change["name"], change["shape"], [1.0] * 3, [change["grad"]] * 3, [2.0] * 3
+    steps = [{**made("B", [row]).states(0)[0], "unoptimized": [["weight w", [2], [value] * 3]]}
+             for value in (1.0, change["moved"])]
+    run = Run("B", [(0, [*steps, {"event": "end", "unoptimized": [["weight w", [2], [3.0] * 3]]}])])
+    assert run.flat == flat and run.length == 2
+    found = [(row.name, row.start[0], row.value[0]) for step in range(2) for row in run.at(step)[1]]
+    assert (found == [("w", 1.0, 2.0), ("w", 1.0, 3.0)]) == flat
+    assert Run("B", [(0, steps)]).length == 2 - flat  # the weights after the last step are not known
+
+
+@pytest.mark.parametrize(("own", "other", "rate"), [
+    ([0.1], [0.2], [0.1]), (MIXED, [0.3], [0.3]), ([0.1], MIXED, MIXED)])
+def test_flat_shards_have_the_gradients_of_the_other_run_and_rates_that_are_known(own, other, rate):
+    one, two = (Row("w", [2], [1.0] * 3, found, [size] * 3, [1.0] * 3) for found, size in ((own, 1.0), (other, 2.0)))
+    found = filled(one, two)
+    assert (found.grad, found.rate, found.value) == (two.grad, rate, one.value)
 
 
 @pytest.mark.parametrize(("name", "said"), [("parameter", True), ("w", False)])
