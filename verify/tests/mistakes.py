@@ -261,7 +261,8 @@ def shard_of(tensors, rank, world):
 def train(mistake, rank, world):
     torch.manual_seed(rank if mistake == "weights of each rank" else 0)
     norm = OwnSync if mistake == "batchnorm without backward" else nn.BatchNorm1d
-    layers = [nn.Linear(4, 8), norm(8) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
+    fixed = {"dtype": torch.float32}  # verify replaces it
+    layers = [nn.Linear(4, 8, **fixed), norm(8, **fixed) if "batchnorm" in mistake else nn.Tanh(), nn.Linear(8, 3)]
     nn.init.zeros_(layers[0].bias)
     model = nn.Sequential(*layers)
     cut = "cut" in mistake
