@@ -52,6 +52,8 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
     for label, failure in zip("AB", failed):
         if failure and report["verdict"] != "different":
             return refuse(report, f"command {label} failed: {failure}")
+        if failure and report["cause"] != "rank-stops":
+            notes.append(f"command {label} failed: {failure}")
     if twice or report["cause"] in ("start", "samples", "random", "unknown"):
         again, _ = run(commands[:1], report["step"] or steps, whole, native=native)
         own = compare(folders[0], *again, native, again=True)

@@ -59,6 +59,10 @@ class Difference:
         self.parallel = self.b if self.b.layout > self.a.layout else self.a  # the run with more parts
         means, sums = (self.a.mean, self.b.mean), ((self.a.loss, self.b.mean), (self.a.mean, self.b.loss))
         self.losses = next((pair for pair in sums if math.isclose(*pair)), means)  # ranks may have parts of a sum
+        firsts = [loss for state in self.states for loss in state["losses"][:1]]
+        passes = {len(state["losses"]) for state in self.states}
+        if len(passes) > 1 and math.isclose(min(firsts), max(firsts)):  # then cached gradients are passed back
+            self.losses = firsts[0], firsts[-1]
         self.same_loss = math.isclose(*self.losses)
         self.flags = {flag for state in self.states for flag in state["flags"]}
 
@@ -229,6 +233,18 @@ def stale(diff):
     if bool(left) != bool(right):
         label, optimizer = "B" if right else "A", min(left | right)
         return f"before the step's first backward pass, {label} still has gradients that {optimizer} left"
+
+
+def reached(diff):
+    """In one run only, a backward pass also reaches the parameters of another optimizer, as without `toggle`."""
+    for side, other in diff.orders:
+        for state in side.states:
+            ours, theirs = (each.get("reached", ()) for each in (state, other.states[0]))
+            for number, (more, less) in enumerate(zip(ours, theirs), 1):
+                if less and {*less} < {*more} and len(ours) == len(theirs):
+                    found = ", ".join(str(each + 1) for each in sorted({*more} - {*less}))
+                    return (f"backward pass {number} of the step also reaches parameters of the optimizer that is "
+                            f"created as number {found} in {side.label}, and leaves gradients there")
 
 
 def unreduced(diff):
@@ -516,6 +532,14 @@ def parts_of_mean(states):
     return losses, [*zip(*counts)] if len({*map(len, counts)}) == 1 else [], {1, *parts, math.prod(parts)}
 
 
+def labels(diff):
+    """The losses have as many targets in both runs, but other numbers of them are ignored."""
+    sizes, known = ([sum(sum(found[place::4]) for state in side.states for found in state["counts"])
+                     for side in diff.sides] for place in (0, 1))
+    if not diff.same_loss and sizes[0] == sizes[1] and known[0] != known[1]:
+        return f"{mean_losses(diff)}; of equally many targets, {known[0]:g} are not ignored in A, and {known[1]:g} in B"
+
+
 def uneven_mean(diff):
     """The parts have different counts of elements or labels, and the other run's loss is between those of the parts."""
     for side, other in diff.orders if diff.split and not diff.same_loss else ():
@@ -538,7 +562,7 @@ RULES = [
     ("start", lambda diff: diff.column == "start" and "A and B start with different weights"),
     ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
     # from here on, the gradients differ
-    ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale),
+    ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale), ("stale", reached),
     ("no-gradient", unreduced),
     # gradients that are proportional or zero: other samples or losses cannot make them so
     ("clip", clip), ("scale", scale), ("no-gradient", no_gradient), ("group-scale", group_scale),
@@ -552,6 +576,7 @@ RULES = [
     ("no-gradient", no_graph), ("unknown", mixed), ("optimizer", flat), ("no-backward", no_backward),
     ("buffers", buffers), ("uneven-mean", reweighted), ("loss", class_weights),
     ("random", lambda diff: "random" in diff.flags and mean_losses(diff)), ("forward", forward),
+    ("loss", labels),
     # fallbacks: they hold for most differences of the loss, so the answer says "not sure"
     ("uneven-mean", uneven_mean),
     ("evaluation", lambda diff: "evaluated" in diff.flags and UNSURE + mean_losses(diff)),
@@ -588,10 +613,11 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 what = f"gradients, proportional to each other{why}"
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
-            elif column == "grad" and any(
+            if cause in ("not-averaged", "partial") and any(
                     one.grad[0] > 0 and worst([(one, two)], "grad")[0] <= limit for one, two in pairs):
                 what += f" of {len(differ)} of {len(pairs)} tensors, such as {name}"
-                what += ", so average these, too" + ", or sum parts of a sequence" * (not shares)
+                if cause == "not-averaged":
+                    what += ", so average these, too" + ", or sum parts of a sequence" * (not shares)
             if cause == "not-averaged" and whole:  # in a tensor-parallel group, samples are equal
                 unsure = UNSURE
             return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference

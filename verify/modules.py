@@ -17,7 +17,7 @@ class Modules:
         self.names, self.leaves, self.replicas, self.scalers = {}, [], False, []  # names: {id(module): name}
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.outputs = []  # nodes of the graph: the outputs of modules with parameters
-        self.places = {}  # {name of a constant: file and line}
+        self.places, self.divisors = {}, []  # {name of a constant: file and line}; [number, scalar, file and line]
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
     def find(self, parameters, optimized):
@@ -82,6 +82,9 @@ class Modules:
                 continue
             known.add(node)
             nodes += [parent for parent, _ in node.next_functions]
+            if node.name().startswith("Div") and not getattr(divisor := node._saved_other, "ndim", 0):
+                counts["scalar"] += 1
+                self.divisors.append([counts["scalar"], float(divisor), place_of(node)])
             for field in (field for field in dir(node) if field.startswith("_saved_")):
                 value = getattr(node, field)
                 if type(value) is torch.Tensor and value.ndim and not value.requires_grad and (

@@ -77,6 +77,7 @@ class Recorder:
         self.file, self.count, self.outer, self.depth, self.parameters = None, 0, None, 0, []
         self.tables, self.optimized, self.reached, self.stale = {}, set(), set(), {}
         self.hooked = weakref.WeakValueDictionary()  # {ID: parameter of an optimizer}
+        self.owners, self.optimizers = {}, {}  # {ID of such a parameter, or of an optimizer: number of the optimizer}
         self.draws, self.modules, self.samples = Draws(), Modules(), Samples(self.write)
         self.files, self.restored = {}, ([], {})
         self.passes = {}  # {optimizer that has stepped: how many backward passes since}
@@ -92,10 +93,11 @@ class Recorder:
         self.draws.sites, self.modules.passed, self.modules.outputs = [], [], []
         self.counted, self.counts = [], []  # of the targets of losses: since the last backward pass; of each pass
         self.weights = []  # those of classes in losses: [what, digest]
+        self.reached_by = []  # for each backward pass, the numbers of the optimizers whose parameters it has reached
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
-        self.modules.places = {}
+        self.modules.places, self.modules.divisors = {}, []
         if self.shows():
             self.draws.show()
             torch.autograd.set_detect_anomaly(True, check_nan=False)  # each node of the graph keeps its place
@@ -157,12 +159,15 @@ class Recorder:
         for item in optimizer.param_groups[-1]["params"]:
             if item.is_leaf and item.requires_grad and id(item) not in self.hooked:
                 self.hooked[id(item)] = item
+                self.owners[id(item)] = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
                 item.register_post_accumulate_grad_hook(self.reach_one)
 
     def reach_one(self, parameter):
         """Note that autograd has reached a parameter: under FSDP2, that its gradient has been reduced."""
         self.reached.add(id(parameter))
         self.touched = True
+        if self.reached_by and self.owners[id(parameter)] not in self.reached_by[-1]:
+            self.reached_by[-1].append(self.owners[id(parameter)])
 
     def collective(self, function, *args, **more):
         """Note a collective that takes a tensor that needs a gradient, except in an autograd.Function."""
@@ -218,6 +223,7 @@ class Recorder:
                 self.flags.add("reset")  # gradients were set to zero before a later micro-batch
             self.passes[optimizer] = passes + 1
         self.touched = False
+        self.reached_by.append([])
         self.begin()
         self.samples.backward()
         try:
@@ -393,7 +399,7 @@ class Recorder:
                                        self.known)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites,
-                   places=self.modules.places, states=self.restored[0])
+                   places=self.modules.places, divisors=self.modules.divisors, states=self.restored[0])
         samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]
         batches = [[loader, counts, [value for value, *_ in found], *rest]
                    for loader, counts, found, *rest in self.samples.batches]
@@ -401,7 +407,8 @@ class Recorder:
                    labels=[label for _, label, _ in samples],
                    size=0 if self.samples.trained else max((size for *_, size in samples), default=0),
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
-                   lost=self.lost, weights=self.weights, graphs=self.graphs / max(self.backwards, 1),
+                   lost=self.lost, weights=self.weights, reached=[*map(sorted, self.reached_by)],
+                   graphs=self.graphs / max(self.backwards, 1),
                    stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
                    replicas=self.modules.replicas, before=probes,
                    after=self.probes([values[number] for number in small]),

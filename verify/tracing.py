@@ -33,6 +33,8 @@ def trace(report, a, b):
                 f"weights, what they are divided by, or a selection (an operand of {module})")
     elif value:
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
+    if unclear and (value == () or kind == CONSTANT) and (divided := unequal_divisors(a, b, step)):
+        return {**report, "cause": "uneven-mean", "message": f"{divided}: {remedy('uneven-mean')}"}
     changed = unclear and value and not is_input and changed_weights(a, b, step, module)
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
     fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
@@ -51,12 +53,31 @@ def trace(report, a, b):
     elif value == ():
         part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
         fact = f"the outputs of all modules agree, so the {part} differs"
-        message = message.removeprefix(UNSURE) if cause in ("loss", "not-averaged") else message
+        passes = {len(state["losses"]) for run in (a, b) for state in run.states(step)}
+        sure = cause == "loss" and len(passes) == 1 or cause == "not-averaged"  # else, other passes have other losses
+        message = message.removeprefix(UNSURE) if sure else message
         message = message.replace(f"{UNSEEN}; ", "")  # the inputs agree, too
     said = f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
     if cause != report["cause"]:
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}{said}"}
     return {**report, "message": message + f"\n{fact}" * bool(fact) + said}
+
+
+def unequal_divisors(a, b, step):
+    """Return text that says so if one run divides its losses by different numbers, whose sum the other divides by."""
+    runs = []
+    for run in (a, b):
+        found = {}  # {which: [(number, file and line), ...] of all ranks and micro-batches}
+        for which, *divisor in (each for state in run.at(step)[0] for each in state.get("divisors", ())):
+            found.setdefault(which, []).append(divisor)
+        runs.append(found)
+    for mine, others, label, other in ((runs[1], runs[0], "B", "A"), (runs[0], runs[1], "A", "B")):
+        for which, found in mine.items():
+            numbers, whole = ([number for number, _ in part] for part in (found, others.get(which, ())))
+            if len({*numbers}) > 1 and len(numbers) > len(whole) and math.isclose(sum(numbers), sum(whole)):
+                said = [", ".join(f"{number:g}" for number in part[:8]) for part in (numbers, whole)]
+                return (f"the outputs of all modules agree; the ranks or micro-batches of {label} divide by {said[0]} "
+                        f"({found[0][1]}), and {other} by {said[1]}")
 
 
 def without_innocent(draws, a, b, step, value, cause):

@@ -124,11 +124,11 @@ def one_share(run, limits):
 
 def new_order(run, limits):
     """Check that no loader that shuffles has the same order in two epochs. Augmentation changes only the samples."""
-    for rank, found in ((rank, found) for field in (1, 2) for rank, loaders in epochs(run, field).items()
-                        for found in loaders.values()):
+    for rank, which, found in ((rank, f" of loader {loader + 1}" * (len(loaders) > 1), found) for field in (1, 2)
+                               for rank, loaders in epochs(run, field).items() for loader, found in loaders.items()):
         for number, ((one, shuffled), (two, _)) in enumerate(zip(found, found[1:]), 1):
             if shuffled and len({f"{value:.9g}" for value in one}) > 2 and equal(one, two):
-                return "set-epoch", f"rank {rank} reads the same order in epochs {number} and {number + 1}", None
+                return "set-epoch", f"rank {rank} reads the same order{which} in epochs {number} and {number + 1}", None
 
 
 def moving(run, limits):

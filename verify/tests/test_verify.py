@@ -19,15 +19,31 @@ from verify.explaining import CAUSES as KNOWN
 from verify.explaining import (
     Difference,
     learning_rate,
+    mixed,
     optimizer,
     options_that_differ,
     parts_of,
+    unchanged,
     unmatched,
 )
 from verify.modules import Modules
 from verify.precision import widened
 from verify.recording import digest_if_known, from_parameters, only_creates_state, options_of
-from verify.records import INPUTS, LEAVES, MIXED, Row, Run, Starts, equal, in_step, join_samples, load, match, steps_of
+from verify.records import (
+    INPUTS,
+    LEAVES,
+    MIXED,
+    UNKNOWN,
+    Row,
+    Run,
+    Starts,
+    equal,
+    in_step,
+    join_samples,
+    load,
+    match,
+    steps_of,
+)
 from verify.running import record
 from verify.samples import Samples, by_sample, counts_of, described, samples_of
 from verify.tracing import after_backward, draws_that_differ, first_value, trace
@@ -169,6 +185,7 @@ def test_the_answer_names_the_input_that_differs_and_the_draw(records):
     ("mean over own tokens", "weighted by the counts", True), ("labels smoothed", "mean loss", False),
     ("average of one epoch", "the ranks of each run agree", True),
     ("gathered loss", "no gradient passes through all_gather in mistakes.py", True),
+    ("flat, decayed", "only one run has the option(s) weight_decay 0, weight_decay 0.1", True),
     ("weight decay", "weight_decay is 0 in A and 0.1 in B for 1 of 4 parameters, such as 0.weight in group 0", True),
     ("gradients kept", "gradients that SGD left", True)])
 def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, said, sure):
@@ -221,6 +238,60 @@ def test_two_copies_of_a_weight_have_parts_of_its_gradient_up_to_clipping(grad, 
         ("w", grad), ("w", [1, 0.1, 0.3]), ("copy", [1, 0.2, 0.2]))]
     found = unmatched(rows[:1], rows[1:], [(rows[0], rows[1])])
     assert found[0] == cause and "two copies of copy in B have different gradients; if they should be one" in found[1]
+
+
+@pytest.mark.parametrize(("shares", "cause"), [([[1.0], [2.0]], "not-averaged"), ([[1.0, 2.0]] * 2, "partial")])
+def test_parts_of_a_gradient_are_not_averaged_if_the_ranks_have_other_samples(shares, cause):
+    v, w = (lambda *grad, name=name: (name, [2], [1.0] * 3, [*grad], [1.0] * 3) for name in "vw")
+    b = made("B", *[[v(*grad), w(2.0, 2.0, 2.0)] for grad in ((1.2, 1.0, 1.0), (1.5, 2.0, 3.0))])
+    for state, share in zip(b.states(0), shares):
+        state["batches"] = [[0, [], share, [], []]]
+        join_samples(state)
+    report = compare_runs(made("A", [v(2.0, 3.0, 4.0), w(2.0, 2.0, 2.0)]), b)
+    assert report["cause"] == cause and "of 1 of 2 tensors, such as v" in report["message"], report
+
+
+@pytest.mark.parametrize(("ours", "theirs", "named"), [
+    ([[1], [0]], [[1], [0, 1]], True), ([[], [0]], [[0], [0]], False), ([[0]], [[0, 1], [0]], False)])
+def test_a_backward_pass_that_reaches_parameters_of_another_optimizer_is_named(ours, theirs, named):
+    """FSDP2 reduces gradients in the last pass only, so that the others reach none."""
+    report = compare_runs(*differing({"reached": ours}, {"reached": theirs}))
+    assert (report["cause"] == "stale" and "backward pass 2 " in report["message"]) == named, report
+
+
+@pytest.mark.parametrize(("labels", "cause"), [(([16, 15, 9, 1], [16, 14, 9, 1]), "loss"),
+                                               (([16, 15, 9, 1], [32, 28, 9, 1]), "uneven-mean"),
+                                               (([16, 15, 9, 1], [16, 15, 9, 2]), "uneven-mean")])
+def test_labels_that_one_run_ignores_are_counted(labels, cause):
+    parts = [[labels[1][0] // 2, labels[1][1] // 2 + one, 4, 1] for one in (1, -1 + labels[1][1] % 2)]
+    a, b = differing({"losses": [3.0], "counts": [labels[0]]}, *[
+        {"losses": [loss], "counts": [part], "batches": [[0, [], [sample], [], []]]}
+        for loss, part, sample in zip((2.0, 5.0), parts, (1.0, 2.0))])
+    report = compare_runs(a, b)
+    assert report["cause"] == cause and ("are not ignored in A" in report["message"]) == (cause == "loss"), report
+
+
+@pytest.mark.parametrize(("losses", "cause"), [([3.0, 9.0], "no-backward"), ([4.0, 9.0], "loss")])
+def test_passes_that_only_pass_cached_gradients_back_have_no_losses(losses, cause):
+    """As in GradCache: each rank's first backward pass has the whole loss."""
+    a, b = differing({"losses": [3.0]}, *[
+        {"losses": losses, "batches": [[0, [], [sample], [], []]]} for sample in (1.0, 2.0)])
+    for state in a.states(0) + b.states(0):
+        state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
+    report = trace(compare_runs(a, b), a, b)
+    assert report["cause"] == cause and report["message"].startswith("not sure: "), report
+
+
+@pytest.mark.parametrize(("divisors", "cause"), [
+    ((3.0, 4.0), "uneven-mean"), ((3.5, 3.5), "loss"), ((3.0, 5.0), "loss")])
+def test_a_divisor_of_each_rank_is_named_with_its_line(divisors, cause):
+    a, b = differing({"losses": [3.0], "divisors": [[1, 7.0, "a.py:2"]]}, *[
+        {"losses": [5.0], "divisors": [[1, divisor, "b.py:3"]]} for divisor in divisors])
+    for state in a.states(0) + b.states(0):
+        state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
+    report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, a, b)
+    assert report["cause"] == cause, report
+    assert ("divide by 3, 4 (b.py:3), and A by 7" in report["message"]) == (cause == "uneven-mean"), report
 
 
 def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
@@ -385,7 +456,7 @@ def test_parts_of_a_tensor_may_have_an_optimizer_of_their_own(numbers):
 def test_the_last_step_has_the_parameters_of_all_optimizers(tmp_path):
     assert record(f"{PYTHON} {HERE / 'ending.py'} turns", tmp_path, 60, steps=2) is None
     recorded = Run.read(tmp_path, "A")
-    assert recorded.length == 2 and len(recorded.at(1)[0][0]["rows"]) == 4
+    assert recorded.length == 2 and len(recorded.at(1)[0][0]["rows"]) == 4 and "last" in recorded.kinds(0)
 
 
 def test_an_option_of_another_group_is_named_with_its_parameter():
@@ -450,6 +521,15 @@ def test_draws_that_change_nothing_are_innocent(other, passed, cause, named):
     report = {"step": 1, "cause": "loss", "message": "evidence"}
     found = trace(report, *runs)
     assert (found["cause"], [word for word in ("loader", "integers") if word in found["message"]]) == (cause, named)
+
+
+@pytest.mark.parametrize(("cause", "named"), [("samples", False), ("start", True)])
+def test_draws_of_initial_weights_are_named_only_if_these_differ(cause, named):
+    runs = [made(label, [("w", [2], [1.0] * 3, [size] * 3, [1.0] * 3)]) for label, size in (("A", 1.0), ("B", 7.0))]
+    for one, value in zip(runs, (1.0, 2.0)):
+        one.states(0)[0] |= {"samples": [value, 3.0],
+                             "sites": [["a.py:1 (torch.normal_, at the start)", 8, value, value]]}
+    assert ("at the start" in trace({"step": 1, "cause": cause, "message": "evidence"}, *runs)["message"]) == named
 
 
 def test_the_time_to_match_tensors_is_linear(monkeypatch):
@@ -1115,6 +1195,22 @@ def test_a_gradient_that_is_added_up_over_other_tensors_is_named():
     assert report["cause"] == "unknown" and "equal gradients for different tensors, one and two" in report["message"]
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_that_are_not_known_are_of_no_other_tensor(flat):
+    states = [{"rows": [Row(name, [2], [start] * 3, [0.1], UNKNOWN, [1.0] * 3)]}
+              for name, start in (("v", 1), ("w", 2))]
+    side = SimpleNamespace(states=states, run=SimpleNamespace(ranks={0: 0, 1: 0}), label="B")
+    assert bool(mixed(SimpleNamespace(flat=flat, sides=[side]))) != flat
+
+
+@pytest.mark.parametrize(("values", "said"), [((1.0, 2.0), "; A has never changed 1 of 2, such as w"), ((1.0, 1.0), ""),
+                                              ((2.0, 1.0), "; B has never changed 1 of 2, such as w")])
+def test_a_parameter_that_only_one_run_has_never_changed_is_named(values, said):
+    pairs = [[Row(name, [2], [1.0] * 3, [0.1], [1.0] * 3, [value] * 3) for value in found]
+             for name, found in (("v", (2.0, 2.0)), ("w", values))]
+    assert unchanged(SimpleNamespace(pairs=pairs)) == said
+
+
 def test_two_parameters_that_look_alike_are_two():
     rows = [("parameter", [2], [0.0] * 3, [size] * 3, [size] * 3) for size in (1.0, 7.0)]
     assert len(made("A", rows, rows).at(0)[1]) == 2
@@ -1219,6 +1315,10 @@ def test_a_step_has_the_parameters_of_all_optimizers_that_follow_one_backward_pa
 
 
 def test_optimizers_with_backward_passes_of_their_own_have_steps_of_their_own(records):
+    """Of the optimizers in turn, the second and the fourth only create their state."""
+    passes = [[state["reached"] for state in Run.read(records / way, way).ranks[0][:2]] for way in (
+        "turns", "turns-alone")]
+    assert passes == [[[[0, 1]], [[0, 1]]], [[[0]], [[1]]]]
     run = Run.read(records / "turns-alone", "A")
     found = [(state["optimizer"], len(run.at(number)[0][0]["rows"])) for number, state in enumerate(run.ranks[0])]
     assert found == [(0, 2), (1, 2)] * 4
@@ -1266,12 +1366,14 @@ def test_two_processes_that_are_both_rank_0_are_not_comparable(records, tmp_path
     assert report["verdict"] == "not comparable" and "command B restarted" in report["message"]
 
 
-@pytest.mark.parametrize(("shuffled", "cause"), [(True, "set-epoch"), (False, None)])
-def test_only_an_order_that_is_shuffled_must_change(shuffled, cause):
-    epoch = [{"event": "step", "rows": [], "batches": [[0, [], [1.0, 2.0, 3.0], [], []]], "flags": []},
-             {"event": "epoch", "shuffled": shuffled, "loader": 0}]
-    found = new_order(Run("the run", [(0, 2 * epoch)]), None)
-    assert (found and found[0]) == cause
+@pytest.mark.parametrize(("shuffled", "loader", "said"), [
+    (True, 0, ("set-epoch", "rank 0 reads the same order in epochs 1 and 2", None)), (False, 0, None),
+    (True, 1, ("set-epoch", "rank 0 reads the same order of loader 2 in epochs 1 and 2", None))])
+def test_only_an_order_that_is_shuffled_must_change(shuffled, loader, said):
+    batches = [[number, [], [1.0, 2.0, 3.0], [], []] for number in range(loader + 1)]
+    epoch = [{"event": "step", "rows": [], "batches": batches, "flags": []},
+             {"event": "epoch", "shuffled": shuffled, "loader": loader}]
+    assert new_order(Run("the run", [(0, 2 * epoch)]), None) == said
 
 
 def test_points_whose_gradients_the_loss_needs_are_samples_but_not_what_a_stage_receives(records):
@@ -1305,7 +1407,8 @@ def test_copies_of_the_model_must_start_equal_on_all_ranks():
     run = made("the run", [("w", [2], [1.0] * 3)], [("w", [2], [1.0] * 3)])
     for rank, state in enumerate(run.states(0)):
         state["unoptimized"] = [["average of w", [2], [1.0 + rank] * 3]]
-    assert "copies of the model differ, such as average of w" in replicas(run, LIMITS["own"])[1]
+    said = replicas(run, LIMITS["own"])[1]
+    assert "copies of the model differ, such as average of w; copy the model after its weights are equal" in said
 
 
 @pytest.mark.parametrize(("earlier", "cause"), [([], "start"), ([["average of w", [2], [1.0] * 3]], None)])
