@@ -61,7 +61,7 @@ class Difference:
         self.losses = next((pair for pair in sums if math.isclose(*pair)), means)  # ranks may have parts of a sum
         firsts = [loss for state in self.states for loss in state["losses"][:1]]
         passes = {len(state["losses"]) for state in self.states}
-        if len(passes) > 1 and math.isclose(min(firsts), max(firsts)):  # then cached gradients are passed back
+        if len(passes) > 1 and len(firsts) == len(self.states) and math.isclose(min(firsts), max(firsts)):  # GradCache
             self.losses = firsts[0], firsts[-1]
         self.same_loss = math.isclose(*self.losses)
         self.flags = {flag for state in self.states for flag in state["flags"]}
@@ -237,14 +237,14 @@ def stale(diff):
 
 def reached(diff):
     """In one run only, a backward pass also reaches the parameters of another optimizer, as without `toggle`."""
-    for side, other in diff.orders:
-        for state in side.states:
-            ours, theirs = (each.get("reached", ()) for each in (state, other.states[0]))
-            for number, (more, less) in enumerate(zip(ours, theirs), 1):
-                if less and {*less} < {*more} and len(ours) == len(theirs):
-                    found = ", ".join(str(each + 1) for each in sorted({*more} - {*less}))
-                    return (f"backward pass {number} of the step also reaches parameters of the optimizer that is "
-                            f"created as number {found} in {side.label}, and leaves gradients there")
+    passes = [[{*sum(found, [])} for found in zip(*[state.get("reached", ()) for state in side.states])]
+              for side in diff.sides]
+    for number, pair in enumerate(zip(*passes) if len(passes[0]) == len(passes[1]) else (), 1):
+        for side, less, more in ((diff.b, *pair), (diff.a, *pair[::-1])):
+            if less and less < more:
+                found = ", ".join(str(optimizer + 1) for optimizer in sorted(more - less))
+                return (f"backward pass {number} of the step also reaches parameters of the optimizer that is "
+                        f"created as number {found} in {side.label}, and leaves gradients there")
 
 
 def unreduced(diff):
@@ -606,7 +606,8 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
             unsure = ""
             shares = other and not equal(states[0]["samples"], state["samples"]) and equal(
                 run.samples(step), other.samples(step))  # of the batch; else, they may be parts of the same samples
-            if column == "grad" and other and not shares and parts_of(states, other.at(step)[0][0]["rows"]):
+            parts = column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"])
+            if parts and not shares:
                 cause = "partial"
             elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
                 cause, why, unsure = divided(states, place, common_factor(differ)[0])
@@ -616,7 +617,9 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
             if cause in ("not-averaged", "partial") and any(
                     one.grad[0] > 0 and worst([(one, two)], "grad")[0] <= limit for one, two in pairs):
                 what += f" of {len(differ)} of {len(pairs)} tensors, such as {name}"
-                if cause == "not-averaged":
+                if parts and shares:
+                    what += f", whose sum over the ranks is that of {other.label}: add these up, too"
+                elif cause == "not-averaged":
                     what += ", so average these, too" + ", or sum parts of a sequence" * (not shares)
             if cause == "not-averaged" and whole:  # in a tensor-parallel group, samples are equal
                 unsure = UNSURE

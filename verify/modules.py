@@ -82,7 +82,8 @@ class Modules:
                 continue
             known.add(node)
             nodes += [parent for parent, _ in node.next_functions]
-            if node.name().startswith("Div") and not getattr(divisor := node._saved_other, "ndim", 0):
+            divisor = getattr(node, "_saved_other", None) if node.name().startswith("Div") else None
+            if isinstance(divisor, torch.Tensor) and not divisor.ndim:
                 counts["scalar"] += 1
                 self.divisors.append([counts["scalar"], float(divisor), place_of(node)])
             for field in (field for field in dir(node) if field.startswith("_saved_")):
@@ -112,9 +113,9 @@ class Modules:
 
 def place_of(node):
     """Return the file and the line of the program that made a node of the graph, if torch detects anomalies, or ""."""
-    for line in reversed(node.metadata.get("traceback_", ())):
-        path, number = re.match(r'  File "(.*)", line (\d+)', line).groups()
-        if "site-packages" not in path and os.path.dirname(path) != os.path.dirname(__file__):
+    found = re.findall(r'^  File "(.*)", line (\d+)', "".join(node.metadata.get("traceback_", ())), re.M)
+    for path, number in reversed(found):
+        if not re.search(r"\b(site|dist)-packages\b", path) and os.path.dirname(path) != os.path.dirname(__file__):
             return f"{os.path.basename(path)}:{number}"
     return ""
 

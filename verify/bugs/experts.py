@@ -5,7 +5,7 @@ B: torchrun --nproc-per-node=2 {}
 Bug: Megatron-LM-5956: group-scale: https://github.com/NVIDIA/Megatron-LM/issues/5956 and
     https://github.com/pytorch/pytorch/issues/160285
     The gradients of the experts are added over the ranks, but not divided.
-Bug: transformers-48205: partial: https://github.com/huggingface/transformers/issues/48205
+Bug: transformers-48205: not-averaged|partial: https://github.com/huggingface/transformers/issues/48205
     The parts of the router's gradient are not added over the ranks.
 Bug: NeMo-Automodel-2995: no-gradient: https://github.com/NVIDIA-NeMo/Automodel/issues/2995
     A gather without a backward pass: the router gets no gradient.

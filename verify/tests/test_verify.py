@@ -249,6 +249,7 @@ def test_parts_of_a_gradient_are_not_averaged_if_the_ranks_have_other_samples(sh
         join_samples(state)
     report = compare_runs(made("A", [v(2.0, 3.0, 4.0), w(2.0, 2.0, 2.0)]), b)
     assert report["cause"] == cause and "of 1 of 2 tensors, such as v" in report["message"], report
+    assert ("whose sum over the ranks is that of A: add these up" in report["message"]) == (cause == "not-averaged")
 
 
 @pytest.mark.parametrize(("ours", "theirs", "named"), [
