@@ -257,7 +257,7 @@ def test_parts_of_a_gradient_are_not_averaged_if_the_ranks_have_other_samples(sh
 def test_a_backward_pass_that_reaches_parameters_of_another_optimizer_is_named(ours, theirs, named):
     """FSDP2 reduces gradients in the last pass only, so that the others reach none."""
     report = compare_runs(*differing({"reached": ours}, {"reached": theirs}))
-    assert (report["cause"] == "stale" and "backward pass 2 " in report["message"]) == named, report
+    assert (report["cause"] == "stale") == ("backward pass 2 " in report["message"]) == named, report
 
 
 @pytest.mark.parametrize(("labels", "cause"), [(([16, 15, 9, 1], [16, 14, 9, 1]), "loss"),
