@@ -228,7 +228,12 @@ def old_weight(diff):
 
 
 def stale(diff):
-    """In one run only, gradients are not zero before the first backward pass of the step."""
+    """In one run only, gradients are not zero before the first backward pass of the step.
+
+    Those of flat shards are set by hand, so none is added to them.
+    """
+    if diff.flat:
+        return None
     left, right = ({name for state in side.states for name in state["stale"]} for side in diff.sides)
     if bool(left) != bool(right):
         label, optimizer = "B" if right else "A", min(left | right)

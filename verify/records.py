@@ -102,16 +102,19 @@ class Run:
     def flat(self):
         """Whether the optimizers hold only tensors that no module has, and that change the modules' weights.
 
-        Such are the flat shards of ZeRO by hand. Then at() returns the weights, whose gradients are unknown.
+        Such are the flat shards of ZeRO by hand. Then at() returns the weights, whose gradients are unknown. Not so for
+        --resume, which compares the shards and their states.
         """
-        tables = [state.get("table") or state["rows"] for state in self.states(0)] if self.length > 1 else []
-        if not tables or any(name != UNNAMED for rows in tables for name, *_ in rows):
+        tables = {id(rows): rows for steps in self.ranks.values() for step in steps
+                  for each in (step, *step.get("joined", ())) for rows in [each.get("table") or each["rows"]]}
+        if self.length < 2 or any(name != UNNAMED for rows in tables.values() for name, *_ in rows):
             return False
         states, weights = [load(state) for state in self.states(0)], self.weights(0)
         shapes = [[sorted(str(shape) for _, shape, *_ in rows) for rows in part]
                   for part in ([state["rows"] for state in states], weights)]
         return (all(weights) and any(row.grad[0] for state in states for row in state["rows"])
-                and shapes[0] != shapes[1] and weights != self.weights(1))
+                and shapes[0] != shapes[1] and weights != self.weights(1) and not any(
+                    state["states"] for state in states))
 
     def weights(self, number):
         """Return for each rank the (name, shape, digest) of the modules' weights before a step, or after the last."""

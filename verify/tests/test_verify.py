@@ -972,12 +972,15 @@ def test_a_part_of_a_tensor_has_only_values_of_it_and_padding(name, values, othe
     ({}, True), ({"name": "w"}, False),  # the optimizer has a tensor of the module
     ({"shape": [2]}, False),  # a copy of the weight, as in float32: its gradients can be compared
     ({"grad": 0.0}, False),  # the optimizer was created before the model was moved
-    ({"moved": 1.0}, False)])  # the program trains its own tensor, not the module
+    ({"moved": 1.0}, False),  # the program trains its own tensor, not the module
+    ({"states": [{"exp_avg": [1.0] * 3}]}, False),  # --resume compares the shards
+    ({"second": "w"}, False)])  # the module's own optimizer steps later
 def test_weights_are_compared_if_the_optimizer_has_flat_shards(change, flat):
     change = {"name": "parameter", "shape": [1], "grad": 1.0, "moved": 2.0} | change
     row = change["name"], change["shape"], [1.0] * 3, [change["grad"]] * 3, [2.0] * 3
-    steps = [{**made("B", [row]).states(0)[0], "unoptimized": [["weight w", [2], [value] * 3]]}
-             for value in (1.0, change["moved"])]
+    steps = [{**made("B", [row]).states(0)[0], "unoptimized": [["weight w", [2], [value] * 3]],
+              "states": change.get("states", [])} for value in (1.0, change["moved"])]
+    steps[1]["rows"] = [[change.get("second", change["name"]), *row[1:]] for row in steps[1]["rows"]]
     run = Run("B", [(0, [*steps, {"event": "end", "unoptimized": [["weight w", [2], [3.0] * 3]]}])])
     assert run.flat == flat and run.length == 2
     found = [(row.name, row.start[0], row.value[0]) for step in range(2) for row in run.at(step)[1]]
