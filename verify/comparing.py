@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from .explaining import UNSURE, Difference, options_that_differ, ranks_differ, remedy, unmatched, where
-from .records import EQUAL, MIXED, NOISE, Run, apart, gap, match, same_probes, trained, without_padding, worst
+from .records import EQUAL, MIXED, NOISE, UNKNOWN, Run, apart, gap, match, same_probes, trained, without_padding, worst
 
 
 class Limits(NamedTuple):
@@ -96,7 +96,9 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         return meeting(report, a, b, paces)
     for step in range(min(a.length, b.length)):
         limit = min(max(limits.low, 1000 * report["difference"]), limits.high)
-        columns = ["start"] * (not step) + ["rate"] + ["grad"] * (not a.flat | b.flat) + ["value"]
+        columns = ("start", "rate", "grad", "value")[step > 0:]
+        if a.flat or b.flat:
+            columns = [column for column in columns if column != "grad"]
         if by_rank:
             states = [run.at(step)[0] for run in (a, b)]
             pairs = [pair for one, two in zip(*states) for pair in match(one["rows"], two["rows"])]
@@ -104,10 +106,8 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
         else:
             rows, others = a.at(step)[1], b.at(step)[1]
             pairs = match(rows, others)
-            if b.flat:
-                pairs = [(one, filled(two, one)) for one, two in pairs]
-            elif a.flat:
-                pairs = [(filled(one, two), two) for one, two in pairs]
+            if a.flat or b.flat:
+                pairs = [(filled(one, two), filled(two, one)) for one, two in pairs]
         total = math.hypot(*[one.grad[0] for one, _ in pairs])
         moved = [pair for pair in pairs if not max(pair[0].grad[0], pair[1].grad[0]) <= limits.floor * total]
         compared = without_rounding(moved, limit) if native else trained(pairs)
@@ -152,8 +152,9 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
 
 
 def filled(row, other):
-    """Give the row of a run that is flat the gradient of the other run's row and, if one rate is unknown, its rate."""
-    return row._replace(grad=other.grad, rate=other.rate if MIXED in (row.rate, other.rate) else row.rate)
+    """Return the row with the gradient and the rate of the other run's row in place of unknown ones."""
+    return row._replace(grad=other.grad if row.grad == UNKNOWN else row.grad,
+                        rate=other.rate if row.rate == MIXED else row.rate)
 
 
 def without_rounding(pairs, limit):

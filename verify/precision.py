@@ -46,7 +46,7 @@ def patches(stepping):
         more = {name: wide.get(id(value), value) for name, value in more.items()}
         return function(*[wide.get(id(value), value) for value in args], **more)
 
-    def hold(function, *args, **more):
+    def create(function, *args, **more):
         """Create a parameter or a buffer in float64 instead of float32, which a module may have as an argument."""
         def wide(value):
             return value.double() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
@@ -56,4 +56,4 @@ def patches(stepping):
     torch.set_default_dtype(torch.float64)
     return [(cast, torch.Tensor, "float", "bfloat16", "half"), (widen, torch, "tensor"),
             (widen, torch.Tensor, "to", "type"), (widen, torch.nn.functional, "softmax"),
-            (hold, torch.nn.Parameter, "__new__"), (hold, torch.nn.Module, "register_buffer")]
+            (create, torch.nn.Parameter, "__new__"), (create, torch.nn.Module, "register_buffer")]

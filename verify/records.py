@@ -102,8 +102,8 @@ class Run:
     def flat(self):
         """Whether the optimizers hold only tensors that no module has, and that change the modules' weights.
 
-        Such are the flat shards of ZeRO by hand. Then at() returns the weights, whose gradients are unknown. Not so for
-        --resume, which compares the shards and their states.
+        Such are the flat shards of ZeRO by hand. Then at() returns the weights, whose gradients are unknown.
+        --resume compares the shards and their states instead.
         """
         tables = {id(rows): rows for steps in self.ranks.values() for step in steps
                   for each in (step, *step.get("joined", ())) for rows in [each.get("table") or each["rows"]]}

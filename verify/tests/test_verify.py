@@ -1,4 +1,5 @@
 """verify names the step, parameter and cause of a difference in records of small loops, forked from one process."""
+import copy
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from verify.explaining import (
     optimizer,
     options_that_differ,
     parts_of,
+    stale,
     unchanged,
     unmatched,
 )
@@ -968,6 +970,22 @@ def test_a_part_of_a_tensor_has_only_values_of_it_and_padding(name, values, othe
     assert (part and part.places) == places
 
 
+def test_flat_shards_may_be_those_of_the_first_command(records):
+    assert verify.compare(records / "flat on 2", records / "right on 1")["verdict"] == "same"
+    assert verify.compare(records / "flat, decayed on 2", records / "right on 1")["cause"] == "optimizer"
+
+
+def test_what_divides_a_loss_has_its_number_and_its_line():
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        x = torch.ones(3, requires_grad=True)
+        first = x.sum() / torch.tensor(4)
+        loss = first + (x / torch.ones(3)).sum() / 2
+    modules, line = Modules(), first.grad_fn.metadata["traceback_"][-1].split("line ")[1].split(",")[0]
+    modules.constants(loss)
+    assert sorted(modules.divisors) == [[number, value, f"test_verify.py:{int(line) + later}"] for number, value, later
+                                        in ((1, 4.0, 0), (2, 2.0, 1))]
+
+
 @pytest.mark.parametrize(("change", "flat"), [
     ({}, True), ({"name": "w"}, False),  # the optimizer has a tensor of the module
     ({"shape": [2]}, False),  # a copy of the weight, as in float32: its gradients can be compared
@@ -988,12 +1006,29 @@ def test_weights_are_compared_if_the_optimizer_has_flat_shards(change, flat):
     assert Run("B", [(0, steps)]).length == 2 - flat  # the weights after the last step are not known
 
 
-@pytest.mark.parametrize(("own", "other", "rate"), [
-    ([0.1], [0.2], [0.1]), (MIXED, [0.3], [0.3]), ([0.1], MIXED, MIXED)])
-def test_flat_shards_have_the_gradients_of_the_other_run_and_rates_that_are_known(own, other, rate):
-    one, two = (Row("w", [2], [1.0] * 3, found, [size] * 3, [1.0] * 3) for found, size in ((own, 1.0), (other, 2.0)))
-    found = filled(one, two)
-    assert (found.grad, found.rate, found.value) == (two.grad, rate, one.value)
+def test_flat_shards_with_several_rates_are_compared_without_these():
+    step = {**made("", [("w", [2])]).states(0)[0], "states": []}
+    shards = [["parameter", [1], [1.0] * 3, [rate], [1.0] * 3, [2.0] * 3] for rate in (0.1, 0.2)]
+    weights = [[["weight w", [2], [value] * 3]] for value in (1.0, 2.0, 3.0)]
+    flat = [{**step, "rows": shards, "unoptimized": found} for found in weights[:2]]
+    flat.append({"event": "end", "unoptimized": weights[2]})
+    whole = [{**step, "rows": [["w", [2], [1.0] * 3, [0.1], [1.0] * 3, [value] * 3]]} for value in (2.0, 3.0)]
+    for one, two in ((flat, whole), (whole, flat)):
+        report = compare_runs(Run("A", [(0, copy.deepcopy(one))]), Run("B", [(0, copy.deepcopy(two))]))
+        assert report["verdict"] == "same", report
+
+
+def test_unknown_gradients_and_rates_are_those_of_the_other_run():
+    flat, other = (Row("w", [2], [1.0] * 3, rate, grad, [value] * 3) for rate, grad, value in (
+        (MIXED, UNKNOWN, 1.0), ([0.1], [2.0, 1.0, 0.5], 2.0)))
+    assert filled(flat, other) == other._replace(value=flat.value) and filled(other, flat) == other
+    assert filled(flat._replace(rate=[0.2]), other).rate == [0.2]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_of_flat_shards_are_set_by_hand_and_not_stale(flat):
+    sides = [SimpleNamespace(states=[{"stale": found}]) for found in ([], ["SGD"])]
+    assert bool(stale(SimpleNamespace(flat=flat, sides=sides))) != flat
 
 
 @pytest.mark.parametrize(("name", "said"), [("parameter", True), ("w", False)])
@@ -1505,9 +1540,11 @@ def test_a_program_that_fails_only_while_its_values_are_recorded_is_noted(tmp_pa
                       "optimizer = torch.optim.SGD(layer.parameters(), 0.1)\n"
                       "loss = (layer(torch.ones(4, 2)) - 3).abs() ** float(sys.argv[1])\n"
                       "loss.mean().backward()\n"
-                      "optimizer.step()\n")
+                      "optimizer.step()\n"
+                      "sys.exit('too late' if sys.argv[1] == '3' else 0)\n")
     result = run(PYTHON, "-m", "verify", f"python {script} 2", f"python {script} 3")
     assert "different: step 1" in result.out, result.out + result.err
+    assert "note: command B failed: exit code 1\ntoo late" in result.out
     assert "note: the run that records this step's values failed: exit code 1" in result.out
     assert "TypeError: no modes" in result.out
 
