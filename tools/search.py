@@ -35,12 +35,17 @@ COMMON = frozenset("a an the of in on at to for with and or is are was were be b
 NO_PROSE = re.compile(r"^( *```).*?^\1$|^<!--[^\n]*-->$|^\|[^\n]+\n(?:\|[-: ]+)+\|$", re.M | re.S)
 LINK = re.compile(r"!?\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]*)\)")
 MARKS = re.compile(r"\*\*|`|\\(?=\|)")
+ITEM = re.compile(r"\n+(?=- |\d+\. )|\n\n(?! )")  # an indented paragraph belongs to the item above it
+LONG, SHORT = 100, 25  # terms: a longer section is divided into parts, and a shorter part is joined to the next
 SENTENCE = re.compile(r"(?<=[.:;])\s+(?=[A-Z])|(?<=。)|\n\n+|\n(?=- |\d+\. )")
 
 
 @dataclasses.dataclass
 class Section:
-    """A section or a row of a table; `targets` are (text, page#anchor), and `lines` what can be shown of it."""
+    """A section, a part of a long one, or a row of a table.
+
+    `targets` are (text, page#anchor), and `lines` what can be shown of it.
+    """
 
     targets: list[tuple[str, str]]
     lines: list[str]
@@ -120,9 +125,9 @@ def _sections(page: str, text: str) -> list[Section]:
         path = [*path[:len(level) - 1], _plain(title)]
         here = [(" > ".join(path), f"{page}#{slug(title)}" if path[1:] else page)]
         headings = set(terms(" ".join(path[1:] or path)))
-        if prose := _plain(re.sub(r"^\|.*\n?", "", body, flags=re.M)).strip():
+        for prose in _parts(_plain(re.sub(r"^\|.*\n?", "", body, flags=re.M)).strip()):
             lines = [" ".join(line.split()) for line in SENTENCE.split(prose) if line]
-            found.append(Section(here, lines, collections.Counter([*terms(prose), *[*headings] * 3]), readme))
+            found.append(Section(here, lines, collections.Counter([*terms(prose), *headings]), readme))
         for row in re.findall(r"^\|(.+)\|$", body, re.M):
             if sum(map(str.isalpha, row)) < len(row.replace(" ", "")) / 2:
                 continue  # measurements
@@ -133,6 +138,19 @@ def _sections(page: str, text: str) -> list[Section]:
                 found.append(Section(links, [first], counted, readme))
             else:
                 found.append(Section(here, [" | ".join([first, *others])], counted, readme))
+    return found
+
+
+def _parts(prose: str) -> list[str]:
+    """Return the items and paragraphs of a long text, or the text: BM25 finds little in a text about many things."""
+    if len(terms(prose)) <= LONG:
+        return [prose] * bool(prose)
+    found: list[str] = []
+    for part in ITEM.split(prose):
+        if found and len(terms(found[-1])) < SHORT:
+            found[-1] += f"\n\n{part}"
+        else:
+            found.append(part)
     return found
 
 
