@@ -31,7 +31,7 @@ class Side:
         self.samples = read_once(run, step, len(other.samples(step)))
         self.layout = len(self.states), len(self.states[0]["batches"])  # the numbers of ranks and of micro-batches
         self.loss = sum(map(loss_of, self.states))
-        self.mean = self.loss / len(self.states)
+        self.mean = self.loss / (sum(bool(state["losses"]) for state in self.states) or 1)  # other stages have no loss
         self.norm = self.states[0]["clips"][0][0] if self.states[0]["clips"] else 0  # before the first clipping
 
 
@@ -435,8 +435,8 @@ def flat(diff):
 
 def no_backward(diff):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
-    if diff.seen and diff.same_loss and len(diff.a.states) != len(diff.b.states):
-        fact = f"equal samples and equal mean losses, {diff.losses[0]:.9g}, but different gradients" + which_agree(diff)
+    if diff.same_loss and any(diff.losses) and len(diff.a.states) != len(diff.b.states):
+        fact = f"equal mean losses, {diff.losses[0]:.9g}, but different gradients" + which_agree(diff)
         return fact + lost(diff) if lost(diff) else UNSURE + fact
 
 
@@ -614,6 +614,8 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
             parts = column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"])
             if parts and not shares:
                 cause = "partial"
+            elif column == "grad" and not step and other and (own := unshared(run, other, differ)):
+                cause, what = "start", own
             elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
                 cause, why, unsure = divided(states, place, common_factor(differ)[0])
                 what = f"gradients, proportional to each other{why}"
@@ -629,6 +631,15 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
             if cause == "not-averaged" and whole:  # in a tensor-parallel group, samples are equal
                 unsure = UNSURE
             return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
+
+
+def unshared(run, other, differ):
+    """Return text that says so if ranks have equal initial weights in place of different parts, such as experts."""
+    have, shapes = Starts(run.at(0)[1]), {str(one.shape) for one, _ in differ}
+    lacking = [row for row in other.at(0)[1] if str(row.shape) in shapes and not have.alike(row)]
+    if lacking:
+        return (f"gradients for equal initial weights, while {len(lacking)} tensor(s) of {other.label}, such as "
+                f"{lacking[0].name}, start with values that no rank of {run.label} has")
 
 
 def divided(states, place, factor):

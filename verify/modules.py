@@ -18,6 +18,7 @@ class Modules:
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.outputs = []  # nodes of the graph: the outputs of modules with parameters
         self.places, self.divisors = {}, []  # {name of a constant: file and line}; [number, scalar, file and line]
+        self.computed = []  # names of modules whose inputs the program has computed from weights
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
     def find(self, parameters, optimized):

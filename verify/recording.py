@@ -97,7 +97,7 @@ class Recorder:
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
-        self.modules.places, self.modules.divisors = {}, []
+        self.modules.places, self.modules.divisors, self.modules.computed = {}, [], []
         if self.shows():
             self.draws.show()
             torch.autograd.set_detect_anomaly(True, check_nan=False)  # each node of the graph keeps its place
@@ -215,8 +215,10 @@ class Recorder:
         self.backwards += 1
         self.computed = {}
         if self.backwards == 1 or self.stale:
-            found = {id(item): self.last for optimizer in self.tables for group in optimizer.param_groups
-                    for item in group["params"] if nonzero(item.grad)}
+            items = {item: "" for optimizer in self.tables for group in optimizer.param_groups
+                     for item in group["params"]}
+            others = {item: ", which does not hold these weights," for _, item in self.modules.unoptimized}
+            found = {id(item): f"{self.last}{why}" for item, why in (others | items).items() if nonzero(item.grad)}
             self.stale = found if self.backwards == 1 else {key: self.stale[key] for key in {*found} & {*self.stale}}
         for optimizer, passes in self.passes.items():  # since its last step
             if passes and not any(nonzero(item.grad) for group in optimizer.param_groups for item in group["params"]):
@@ -270,6 +272,8 @@ class Recorder:
                 self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
             outermost = not any(self.draws.inside)  # a wrapper such as DDP has no name
             self.modules.passes(f"{quiet}input", module, (args, more), outermost)
+            if outermost and any(map(from_parameters, tensors_of((args, more)))):
+                self.modules.computed.append(self.modules.names.get(id(module)))
             if not quiet:
                 self.modules.weights(module)
         self.depth += 1
@@ -389,6 +393,7 @@ class Recorder:
         self.flags |= {"evaluated"} if self.samples.evaluated else set()
         self.flags |= {"sharded" for _, item in self.modules.unoptimized if hasattr(item, "full_tensor")}
         keys, _, parts, small = self.tables[optimizer]
+        others = [id(item) for _, item in self.modules.unoptimized]
         self.flags |= {"unreduced"} if self.reached & {*keys} and not self.touched else set()
         grads = self.grads or digest([item.grad for item in self.parameters], parts)
         before, probes = self.before
@@ -399,7 +404,8 @@ class Recorder:
                                        self.known)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites,
-                   places=self.modules.places, divisors=self.modules.divisors, states=self.restored[0])
+                   places=self.modules.places, divisors=self.modules.divisors, computed=self.modules.computed,
+                   states=self.restored[0])
         samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]
         batches = [[loader, counts, [value for value, *_ in found], *rest]
                    for loader, counts, found, *rest in self.samples.batches]
@@ -409,7 +415,7 @@ class Recorder:
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
                    lost=self.lost, weights=self.weights, reached=[*map(sorted, self.reached_by)],
                    graphs=self.graphs / max(self.backwards, 1),
-                   stale=sorted({self.stale[key] for key in keys if self.stale.get(key)}),
+                   stale=sorted({self.stale[key] for key in keys + others if self.stale.get(key)}),
                    replicas=self.modules.replicas, before=probes,
                    after=self.probes([values[number] for number in small]),
                    resting=sum(not item.training for item in self.modules.leaves),

@@ -16,6 +16,7 @@ def trace(report, a, b):
     value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
+    by_hand = place == FIRST and any(module in state.get("computed", ()) for run in (a, b) for state in run.at(step)[0])
     draws = without_innocent(draws, a, b, step, value, cause)
     quiet = first_value(a, b, step, True) if value == () or kind == CONSTANT else None
     quiet = quiet and quiet[2] != SIZES and quiet[:2]
@@ -32,6 +33,7 @@ def trace(report, a, b):
         fact = ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
                 f"weights, what they are divided by, or a selection (an operand of {module})")
     elif value:
+        before[FIRST] = ", which the program computes from weights" if by_hand else before[FIRST]
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
     if unclear and (value == () or kind == CONSTANT) and (divided := unequal_divisors(a, b, step)):
         return {**report, "cause": "uneven-mean", "message": f"{divided}: {remedy('uneven-mean')}"}
@@ -47,7 +49,8 @@ def trace(report, a, b):
     elif kind == CONSTANT and (unclear or cause == "evaluation"):
         return {**report, "cause": "loss", "message": f"{fact}: {remedy('loss')}"}
     elif unclear and value and place != SIZES:
-        cause = {INSIDE: "forward", FIRST: "samples", LATER: "loss"}[place] if is_input else "forward"
+        cause = {FIRST: "samples", LATER: "loss"}.get(place) if is_input and not by_hand else None
+        cause = cause or "forward"
     elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
         fact = ""
     elif value == ():
@@ -231,12 +234,12 @@ def comparable(left, right, key, other=None):
 
 
 def sums(states, field, length):
-    """Return {the first `length` values of an item: the sums of its other values}, of rank 0 and of all ranks.
+    """Return {the first `length` values of an item: the sums of its other values}, of rank 0, all ranks, unlike ranks.
 
     Those of rank 0 are nan, and so equal to none, if another rank has different ones of the same size: then rank 0 has
-    only a part, or the ranks differ.
+    only a part, or the ranks differ. Ranks of a tensor-parallel group may have equal ones, which then count once.
     """
-    ranks, every = [{} for _ in states], {}
+    ranks, every, unlike = [{} for _ in states], {}, {}
     for state, own in zip(states, ranks):
         for item in state[field]:
             key, numbers = tuple(item[:length]), item[length:]
@@ -247,4 +250,9 @@ def sums(states, field, length):
         others = [own[key] for own in ranks[1:] if key in own and own[key][0] == numbers[0]]
         alike = all(equal(numbers, other) for other in others)
         first[key] = numbers if alike else [numbers[0], *[math.nan] * (len(numbers) - 1)]
-    return first, every
+    for key in every:
+        once = []
+        for numbers in (own[key] for own in ranks if key in own):
+            once += [numbers] * (not any(equal(numbers, other) for other in once))
+        unlike[key] = [sum(values) for values in zip(*once)]
+    return first, every, unlike

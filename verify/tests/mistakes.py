@@ -36,7 +36,8 @@ MISTAKES = [
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
-    "scaled", "owned by ranks, scheduler on rank 0", "flat", "flat, decayed", "flat, not sent"]
+    "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
+    "flat", "flat, decayed", "flat, not sent"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
@@ -323,8 +324,10 @@ def train(mistake, rank, world):
             loader = (data[torch.randint(48, (8 // world,)) if "equal" in mistake else
                            torch.randint(48, (8,))[rank::world]] for _ in range(6))
         for x, y, weight in loader:
-            if mistake != "gradients kept" or world == 1:
+            if "gradients kept" not in mistake or world == 1:
                 model.zero_grad()
+            elif "owned" in mistake:
+                optimizer.zero_grad()
             if mistake == "parts of a gradient":  # as in sequence parallelism
                 x, y, weight = x[rank::world], y[rank::world], weight[rank::world]
             if "points" in mistake:  # as those of a PINN, whose loss needs their gradients

@@ -64,7 +64,8 @@ CAUSES = {
     "mean without backward": "no-backward", "average on rank 0": "buffers", "buffer of a share": "buffers",
     "gradient flipped": "unknown", "gradients reset": "reset", "other values": "samples",
     "order of one process": "samples", "owned by ranks, not sent": "optimizer", "average of one epoch": "buffers",
-    "gradients kept": "stale", "labels smoothed": "loss", "local SGD, copied": "not-averaged",
+    "gradients kept": "stale", "owned by ranks, gradients kept": "stale",
+    "labels smoothed": "loss", "local SGD, copied": "not-averaged",
     "gathered loss": "no-backward",
     "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers",
     "batchnorm without backward": "no-backward", "joined, own mean": "uneven-mean", "joined, half of a batch": "loss",
@@ -74,7 +75,8 @@ CAUSES = {
     "weighted, own median": "evaluation", "weighted, taught": "evaluation", "flat, decayed": "optimizer",
     "flat, not sent": "optimizer"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
-         "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "average of one epoch": 7,
+         "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "owned by ranks, gradients kept": 2,
+         "average of one epoch": 7,
          "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
          "two loaders, own mean": 5}
 
@@ -189,7 +191,8 @@ def test_the_answer_names_the_input_that_differs_and_the_draw(records):
     ("gathered loss", "no gradient passes through all_gather in mistakes.py", True),
     ("flat, decayed", "only one run has the option(s) weight_decay 0, weight_decay 0.1", True),
     ("weight decay", "weight_decay is 0 in A and 0.1 in B for 1 of 4 parameters, such as 0.weight in group 0", True),
-    ("gradients kept", "gradients that SGD left", True)])
+    ("gradients kept", "gradients that SGD left", True),
+    ("owned by ranks, gradients kept", "gradients that SGD, which does not hold these weights, left", True)])
 def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, said, sure):
     message = verify.compare(of_one(records, mistake), records / f"{mistake} on 2")["message"]
     assert said in message and message.startswith("not sure: ") != sure
@@ -840,6 +843,43 @@ def test_indices_that_a_model_passes_on_are_its_input():
     assert found["cause"] == "samples" and "look before the model" in found["message"], found
 
 
+@pytest.mark.parametrize(("kind", "computed", "cause"), [
+    ("input", [["Linear"], [], []], "forward"), ("input", [[], [], []], "samples"),
+    ("output", [[], [], []], "forward")])
+def test_an_input_that_is_computed_from_weights_is_no_sample(kind, computed, cause):
+    values = [{"passed": [[kind, "Linear", True, 4, 8, size, size]], "computed": names}
+              for size, names in zip((1.0, 5.0, 5.0), computed)]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == cause and ("computes from weights" in found["message"]) == any(computed), found
+
+
+@pytest.mark.parametrize(("third", "place"), [(3.0, ()), (4.0, ("input", "Linear", 1))])
+def test_equal_values_of_a_tensor_parallel_group_count_once(third, place):
+    """Of four ranks, two by two compute with the same half of the batch."""
+    sizes = [(16, 5.0), (8, 2.0), (8, 2.0), (8, third), (8, third)]
+    values = [{"passed": [["input", "Linear", True, 4, number, size, size]]} for number, size in sizes]
+    assert first_value(*differing(*values), 0) == place
+
+
+def test_a_mean_loss_is_that_of_the_ranks_that_have_one():
+    """Of two stages with two replicas each, the last ones have a loss; if it agrees, the samples do."""
+    states = [{"losses": losses, "batches": []} for losses in ([1.5], [], [1.0], [], [2.0])]
+    assert compare_runs(*differing(*states))["cause"] == "no-backward"
+    states[-1]["losses"] = [2.5]
+    assert compare_runs(*differing(*states))["cause"] == "loss"
+
+
+@pytest.mark.parametrize(("second", "cause"), [(2.0, "start"), (1.0, "not-averaged")])
+def test_parts_that_start_equal_on_all_ranks_in_place_of_different_ones_are_named(second, cause):
+    def rows(*experts):
+        return [(name, [2], [start] * 3, [grad] * 3, [1.0] * 3) for name, start, grad in experts]
+
+    a = made("A", rows(("experts.0", 1.0, 1.0), ("experts.1", second, 3.0)))
+    report = compare_runs(a, made("B", rows(("experts.0", 1.0, 1.0)), rows(("experts.0", 1.0, 2.0))))
+    assert report["cause"] == cause, report
+    assert ("such as experts.1, start with values that no rank of B has" in report["message"]) == (cause == "start")
+
+
 @pytest.mark.parametrize(("weigh", "centered", "cause"), [
     (lambda mask: mask.float(), False, "uneven-mean"), (lambda mask: 2.0 * mask, False, "uneven-mean"),
     (lambda mask: torch.ones(mask.shape), False, "loss"), (lambda mask: torch.ones(mask.shape).bool(), False, "loss"),
@@ -906,7 +946,7 @@ def preceded(runs, *samples):
 
 
 @pytest.mark.parametrize(("before", "second", "cause"), [
-    ([1.0, 2.0], batch(4.0), "samples"), ([5.0, 6.0], batch(4.0), "unknown"),
+    ([1.0, 2.0], batch(4.0), "samples"), ([5.0, 6.0], batch(4.0), "no-backward"),
     ([5.0, 6.0], batch(4.0, indices=(1, 2)), "samples"), ([5.0, 6.0], batch(4.0, 5.0), "batch-size")])
 def test_samples_are_no_evidence_if_they_differ_before_too(before, second, cause):
     """They are padded to other lengths, unless the sampler draws other indices."""
