@@ -9,7 +9,21 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, INPUTS, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, only_loaders, worst
+from .records import (
+    EQUAL,
+    INPUTS,
+    NOISE,
+    REACHED,
+    UNNAMED,
+    WEIGHT,
+    Starts,
+    apart,
+    equal,
+    gap,
+    load,
+    only_loaders,
+    worst,
+)
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -240,6 +254,19 @@ def stale(diff):
         return f"before the step's first backward pass, {label} still has gradients that {optimizer} left"
 
 
+def kept(diff):
+    """The gradients of one run are those of the other plus its own of the step before, as in an accumulator by hand."""
+    for number, side in ((1, diff.b), (0, diff.a)) if diff.step and diff.column == "grad" else ():
+        before = {str(row[:3]): row.grad for row in side.run.at(diff.step - 1)[1]}
+        sums = []  # (the gradient, the sum of the other run's and the one before)
+        for pair in diff.pairs:
+            mine, other = pair[number].grad, pair[1 - number].grad
+            last = before.get(str(pair[number][:3]), [math.nan] * 3)
+            sums.append((mine, [mine[0], other[1] + last[1], other[2] + last[2]]))
+        if any(mine[0] for mine, _ in sums) and all(gap(mine, whole) < EQUAL for mine, whole in sums):
+            return f"the gradients of {side.label} are the other run's plus those of the step before, which were kept"
+
+
 def reached(diff):
     """In one run only, a backward pass also reaches the parameters of another optimizer, as without `toggle`."""
     passes = [[{*sum(found, [])} for found in zip(*[state.get("reached", ()) for state in side.states])]
@@ -311,7 +338,8 @@ def no_gradient(diff):
     noise = NOISE * math.hypot(*[max(one.grad[0], two.grad[0]) for one, two in diff.pairs])
     for label, number in (("B", 1), ("A", 0)):
         without = [pair[number] for pair in diff.pairs if not pair[number].grad[0] and pair[1 - number].grad[0] > noise]
-        if without:
+        computed = all(row.reach == REACHED for row in without)  # then a consequence of what the loss shows
+        if without and not (computed and not diff.same_loss and not lost(diff)):
             how = ("grad is None", "autograd does not reach it", "autograd computes zero")[without[0].reach]
             fact = f"{len(without)} parameter(s) get no gradient in {label}, such as {without[0].name}: {how}"
             if all(row.name == UNNAMED for row in without):
@@ -400,6 +428,17 @@ def samples(diff):
     return fact + ", and the other steps have none in common: the values may differ, too" * (not one & two)
 
 
+def reset(diff):
+    """In one run only, gradients are zero before a later micro-batch, but were not in earlier steps, which agree.
+
+    If they were, the program adds them up by hand.
+    """
+    runs = diff.a.run, diff.b.run
+    before = any("reset" in state["flags"] for run in runs for step in range(diff.step) for state in run.states(step))
+    if "reset" in runs[0].flags ^ runs[1].flags and not before:
+        return "gradients are zero before a later micro-batch"
+
+
 def no_graph(diff):
     """In one run only, gradients that enter the loss are constants."""
     one, two = (max(state["graphs"] for state in side.states) for side in diff.sides)
@@ -418,6 +457,11 @@ def mixed(diff):
                 if unlike and one.grad[0] > 0 and gap(one.grad, two.grad) < EQUAL:
                     return (f"ranks 0 and {rank} of {side.label} have equal gradients for different tensors, "
                             f"{one.name} and {two.name}: a collective adds up gradients of different tensors")
+            for one, two in zip(first.get("parts", ()), state.get("parts", ())):
+                unlike = one.shape == two.shape and one.part[0] != two.part[0] and gap(one.start, two.start) > EQUAL
+                if unlike and one.grad[0] > 0 and math.isclose(one.grad[0], two.grad[0], rel_tol=EQUAL):
+                    return (f"ranks 0 and {rank} of {side.label} have gradients of equal size for different parts of "
+                            f"{one.name}: a collective adds up gradients of different parts")
 
 
 def flat(diff):
@@ -567,15 +611,14 @@ RULES = [
     ("start", lambda diff: diff.column == "start" and "A and B start with different weights"),
     ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
     # from here on, the gradients differ
-    ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale), ("stale", reached),
+    ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale), ("stale", kept), ("stale", reached),
     ("no-gradient", unreduced),
     # gradients that are proportional or zero: other samples or losses cannot make them so
     ("clip", clip), ("scale", scale), ("no-gradient", no_gradient), ("group-scale", group_scale),
     # other samples: all that is computed from them differs
     ("buffers", computed_inputs), ("set-epoch", set_epoch), ("samples", samples),
     # from here on, the samples are equal, or they were not seen
-    ("reset", lambda diff: "reset" in diff.a.run.flags ^ diff.b.run.flags and
-     "gradients are zero before a later micro-batch"),
+    ("reset", reset),
     # with equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests
     ("batchnorm", lambda diff: "batchnorm" in diff.flags and diff.split and not diff.same_loss and mean_losses(diff)),
     ("no-gradient", no_graph), ("unknown", mixed), ("optimizer", flat), ("no-backward", no_backward),

@@ -54,7 +54,7 @@ class Recorder:
         self.forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.forget)
-        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_pre_hook(self.before_hooks)
         register_optimizer_step_post_hook(self.after_step)
         loaders = torch.utils.data.dataloader._BaseDataLoaderIter
         patches = [(self.backward, torch.autograd, "backward"), (self.grad, torch.autograd, "grad"),
@@ -77,6 +77,7 @@ class Recorder:
         self.file, self.count, self.outer, self.depth, self.parameters = None, 0, None, 0, []
         self.tables, self.optimized, self.reached, self.stale = {}, set(), set(), {}
         self.hooked = weakref.WeakValueDictionary()  # {ID: parameter of an optimizer}
+        self.last_hooks = weakref.WeakKeyDictionary()  # {optimizer: handle of the hook that calls before_step()}
         self.owners, self.optimizers = {}, {}  # {ID of such a parameter, or of an optimizer: number of the optimizer}
         self.draws, self.modules, self.samples = Draws(), Modules(), Samples(self.write)
         self.files, self.restored = {}, ([], {})
@@ -186,6 +187,10 @@ class Recorder:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not backward_runs():
             ignored = more.get("ignore_index", -100)
             self.counted += counts_of(tensors_of((args, more))[1:2], ignored)
+            if self.shows():
+                self.modules.note("targets", function.__name__, True, [
+                    item if item.is_floating_point() else item[item != ignored]
+                    for item in tensors_of((args, more))[1:2]])
             named = dict(zip(function.__code__.co_varnames, args)) | more
             name = CLASS_WEIGHTS.get(function.__name__)
             if isinstance(named.get(name), torch.Tensor):
@@ -289,6 +294,12 @@ class Recorder:
             self.modules.passes(f"{quiet}output", module, output, outermost)
         return output
 
+    def before_hooks(self, optimizer, args, more):
+        """Let before_step() follow the optimizer's own hooks, in which the program may average or clip gradients."""
+        if optimizer in self.last_hooks:
+            self.last_hooks[optimizer].remove()
+        self.last_hooks[optimizer] = optimizer.register_step_pre_hook(self.before_step)
+
     def before_step(self, optimizer, args, more):
         if self.outer not in (None, optimizer):
             return  # an optimizer inside another one, as in ZeroRedundancyOptimizer
@@ -388,8 +399,9 @@ class Recorder:
         if optimizer is not self.outer:
             return
         norms, exact = torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm
-        self.flags |= {"batchnorm" for item in self.modules.leaves
-                       if item.training and isinstance(item, norms) and not isinstance(item, exact)}
+        local = [self.modules.names.get(id(item)) for item in self.modules.leaves
+                 if item.training and isinstance(item, norms) and not isinstance(item, exact)]
+        self.flags |= {"batchnorm"} if local else set()
         self.flags |= {"evaluated"} if self.samples.evaluated else set()
         self.flags |= {"sharded" for _, item in self.modules.unoptimized if hasattr(item, "full_tensor")}
         keys, _, parts, small = self.tables[optimizer]
@@ -405,7 +417,7 @@ class Recorder:
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites,
                    places=self.modules.places, divisors=self.modules.divisors, computed=self.modules.computed,
-                   states=self.restored[0])
+                   norms=local, states=self.restored[0])
         samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]
         batches = [[loader, counts, [value for value, *_ in found], *rest]
                    for loader, counts, found, *rest in self.samples.batches]

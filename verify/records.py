@@ -160,6 +160,8 @@ class Run:
     def join(self, states):
         """Replace each tensor's parts, which several ranks hold, with the whole tensor."""
         found = {}  # the replicas of each part of each tensor
+        for state in states:
+            state["parts"] = [row for row in state["rows"] if row.part]
         for rows in (state["rows"] for state in states):
             for place, row in enumerate(rows):
                 if row.part:

@@ -17,6 +17,10 @@ def trace(report, a, b):
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
     by_hand = place == FIRST and any(module in state.get("computed", ()) for run in (a, b) for state in run.at(step)[0])
+    norms = {name for run in (a, b) for state in run.at(step)[0] for name in state.get("norms", ())}
+    if cause == "batchnorm" and (value == () or kind == CONSTANT or is_input and place == FIRST
+                                 or value and "output" in kind and module not in norms):
+        cause, unclear = "loss", True  # BatchNorm's outputs agree, as if it had statistics of all ranks
     draws = without_innocent(draws, a, b, step, value, cause)
     quiet = first_value(a, b, step, True) if value == () or kind == CONSTANT else None
     quiet = quiet and quiet[2] != SIZES and quiet[:2]
@@ -32,6 +36,8 @@ def trace(report, a, b):
         module += f", {' or '.join(places)}" * bool(places)
         fact = ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
                 f"weights, what they are divided by, or a selection (an operand of {module})")
+    elif "targets" in kind:
+        fact = f"the targets of {module} differ"
     elif value:
         before[FIRST] = ", which the program computes from weights" if by_hand else before[FIRST]
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
@@ -48,6 +54,8 @@ def trace(report, a, b):
         cause = "forward"
     elif kind == CONSTANT and (unclear or cause == "evaluation"):
         return {**report, "cause": "loss", "message": f"{fact}: {remedy('loss')}"}
+    elif unclear and "targets" in kind:
+        cause = "loss" if all(read_once(run, step, 0) for run in (a, b)) else "samples"
     elif unclear and value and place != SIZES:
         cause = {FIRST: "samples", LATER: "loss"}.get(place) if is_input and not by_hand else None
         cause = cause or "forward"
@@ -177,19 +185,19 @@ def first_value(a, b, step, quiet=False):
         return None
     left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
     other = other_modules(a, b, step)
-    shared = [key for key in left[0] if key in right[0] and key[0] != "weights" and key[0].startswith(QUIET) == quiet
+    shared = [key for key in left[1] if key in right[1] and key[0] != "weights" and key[0].startswith(QUIET) == quiet
               and not f"{key[1]}.".startswith(other)]
     place, unlike, indices = FIRST, None, []
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)
-        shifted = "integers" in kind and outermost and place == FIRST  # an index into the batch depends on the split
+        shifted = "integers" in kind and "targets" not in kind and outermost and place == FIRST
         if pairs and not shifted and not any(equal(*pair) for pair in pairs):
             if kind == CONSTANT and any(proportional(*pair) for pair in pairs):
                 continue  # such as a mask that one program has divided by the number of ranks
             passed_on = "integers" in kind and pairs in indices  # by the outermost module
             return kind, name, place if outermost or passed_on else INSIDE
-        if shifted:
+        if shifted:  # an index into the batch depends on the split
             indices.append(pairs)
         if outermost and "output" in kind:
             place, unlike = LATER, unlike if pairs else (kind, name, SIZES)

@@ -37,7 +37,7 @@ MISTAKES = [
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
     "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
-    "flat", "flat, decayed", "flat, not sent"]
+    "flat", "flat, decayed", "flat, not sent", "averaged in a hook"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
@@ -259,6 +259,12 @@ def shard_of(tensors, rank, world):
     return nn.functional.pad(joined, (0, -len(joined) % world)).chunk(world)[rank].clone()
 
 
+def average_gradients(model, world):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world
+
+
 def train(mistake, rank, world):
     torch.manual_seed(rank if mistake == "weights of each rank" else 0)
     norm = OwnSync if mistake == "batchnorm without backward" else nn.BatchNorm1d
@@ -276,7 +282,8 @@ def train(mistake, rank, world):
         rank, world = 0, 1  # each rank reads whole batches
     flat = "flat" in mistake and world > 1  # as ZeRO-1 with one vector of all parameters
     alone = world == 1 or flat or "local" in mistake or "owned" in mistake or mistake in (
-        "weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks", "parts of a gradient")
+        "weights of each rank", "model instead of DDP", "clip per rank", "decay of ranks", "parts of a gradient",
+        "averaged in a hook")
     wrapped = model if alone else DistributedDataParallel(model)
     sent = "owned" in mistake and "not sent" not in mistake
     average = torch.optim.swa_utils.AveragedModel(model) if "average" in mistake else None
@@ -312,6 +319,8 @@ def train(mistake, rank, world):
         optimizer = torch.optim.SGD([shard], 0.1, weight_decay=0.1 * ("decayed" in mistake))
     if "fused" in mistake:
         optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=True)
+    if mistake == "averaged in a hook" and world > 1:
+        optimizer.register_step_pre_hook(lambda *_: average_gradients(model, world))
     scaler = torch.amp.GradScaler("cpu", 16.0, enabled="fused" in mistake and world > 1)
     if "16 bits" in mistake:
         optimizer = Sixteen(model.parameters(), 0.1, world)
@@ -387,9 +396,7 @@ def train(mistake, rank, world):
                 grads = [parameter.grad for parameter in model.parameters()]
                 nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, nn.utils.get_total_norm(grads))
             if world > 1 and (flat or mistake in ("clip per rank", "decay of ranks") or "owned" in mistake):
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= world
+                average_gradients(model, world)
             if flat:
                 shard.grad = shard_of([parameter.grad for parameter in model.parameters()], rank, world)
             scaler.step(optimizer)

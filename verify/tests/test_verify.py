@@ -30,7 +30,7 @@ from verify.explaining import (
 )
 from verify.modules import Modules
 from verify.precision import widened
-from verify.recording import digest_if_known, from_parameters, only_creates_state, options_of
+from verify.recording import Recorder, digest_if_known, from_parameters, only_creates_state, options_of
 from verify.records import (
     INPUTS,
     LEAVES,
@@ -113,9 +113,9 @@ def test_every_cause_has_a_mistake_that_shows_it():
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
                                  "cut by hand, replicated", "lists", "joined", "augmented", "two loaders",
-                                 "penalty", "scaled", "sharded", "weighted", "flat"])
+                                 "penalty", "scaled", "sharded", "weighted", "flat", "averaged in a hook"])
 def test_two_ranks_train_the_model_of_one(records, way):
-    one = "right" if "cut" in way or way in ("owned by ranks", "flat") else way
+    one = "right" if "cut" in way or way in ("owned by ranks", "flat", "averaged in a hook") else way
     ranks = 4 if "replicated" in way else 2
     report = verify.compare(records / f"{one} on 1", records / f"{way} on {ranks}")
     assert (report["verdict"], report["steps"], report["ranks"]) == ("same", [12, 12], [1, ranks])
@@ -851,6 +851,68 @@ def test_an_input_that_is_computed_from_weights_is_no_sample(kind, computed, cau
               for size, names in zip((1.0, 5.0, 5.0), computed)]
     found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
     assert found["cause"] == cause and ("computes from weights" in found["message"]) == any(computed), found
+
+
+@pytest.mark.parametrize(("name", "size", "cause"), [
+    ("bn", 5.0, "batchnorm"), ("conv", 5.0, "forward"), ("bn", 1.0, "loss")])
+def test_batchnorm_is_the_cause_if_its_outputs_are_the_first_that_differ(name, size, cause):
+    values = [{"passed": [["output", name, False, 4, 8, mass, mass]], "norms": ["bn"]} for mass in (1.0, size)]
+    found = trace({"step": 1, "cause": "batchnorm", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == cause, found
+
+
+@pytest.mark.parametrize(("special", "cause"), [({}, "loss"), ({"batches": []}, "samples")])
+def test_other_targets_are_other_samples_if_the_samples_were_not_seen(special, cause):
+    values = [{"passed": [["targets (integers)", "cross_entropy", True, 1, 8, size, size]]} | special
+              for size in (1.0, 5.0)]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == cause and "the targets of cross_entropy differ" in found["message"], found
+
+
+def test_the_targets_of_a_loss_are_noted_without_ignored_ones():
+    noted = []
+    recorder = SimpleNamespace(native=True, counted=[], weights=[], shows=lambda: True, modules=SimpleNamespace(
+        note=lambda *values: noted.append(values)))
+    Recorder.criterion(recorder, torch.nn.functional.cross_entropy, torch.ones(3, 2), torch.tensor([1, -100, 0]))
+    [[kind, name, outermost, [targets]]] = noted
+    assert (kind, name, outermost, targets.tolist()) == ("targets", "cross_entropy", True, [1, 0])
+
+
+@pytest.mark.parametrize(("last", "cause"), [([9.0, 3.0, -1.0], "stale"), ([9.0, 3.0, -2.0], "unknown")])
+def test_gradients_that_an_accumulator_keeps_are_stale(last, cause):
+    runs = []
+    for label, grad in (("A", [2.0, 2.0, -2.0]), ("B", last)):
+        runs.append(made(label, [("w", [2], [1.0] * 3, grad, [1.0] * 3)]))
+        steps = runs[-1].ranks[0]
+        steps.insert(0, {**steps[0], "rows": [["w", [2], [1.0] * 3, [0.1], [1.0] * 3, [1.0] * 3]]})
+        runs[-1].length = 2
+    assert compare_runs(*runs)["cause"] == cause
+
+
+@pytest.mark.parametrize(("early", "cause"), [((), "reset"), (("reset",), "no-backward")])
+def test_a_program_that_has_always_reset_gradients_adds_them_up_by_hand(early, cause):
+    a, b = preceded(differing(batch(1.0, 2.0), batch(1.0), batch(2.0) | {"flags": ["reset"]}), [1.0, 2.0], [1.0], [2.0])
+    b.flags = {"reset"}
+    for state in b.states(0):
+        state["flags"] = [*early]
+    assert compare_runs(a, b)["cause"] == cause
+
+
+@pytest.mark.parametrize(("losses", "cause"), [([1.0], "no-gradient"), ([1.5], "loss")])
+def test_a_gradient_that_autograd_computes_as_zero_follows_from_another_loss(losses, cause):
+    runs = [made(label, [("v", [2], [1.0] * 3, grad, [1.0] * 3), ("w", [3], [1.0] * 3, [2.0] * 3, [1.0] * 3)])
+            for label, grad in (("A", [1.0] * 3), ("B", [0.0] * 3))]
+    runs[1].states(0)[0]["losses"] = losses
+    assert compare_runs(*runs)["cause"] == cause
+
+
+@pytest.mark.parametrize(("size", "named"), [(1.0, True), (2.0, False)])
+def test_gradients_of_equal_size_for_different_parts_of_a_tensor_are_named(size, named):
+    a = made("A", [("experts", [4], [5.0, 3.0, 3.0], [1.7, 0.9, 0.1], [1.0] * 3)])
+    b = made("B", [("experts", [4], [3.0, 1.0, 1.0], [1.0, 0.3, 0.4], [1.0] * 3, [1, 0.5])],
+             [("experts", [4], [4.0, 2.0, 2.0], [size, 0.1, 0.2], [1.0] * 3, [2, 0.5])])
+    message = compare_runs(a, b)["message"]
+    assert ("gradients of equal size for different parts of experts" in message) == named, message
 
 
 @pytest.mark.parametrize(("third", "place"), [(3.0, ()), (4.0, ("input", "Linear", 1))])
