@@ -261,7 +261,9 @@ def kept(diff):
         sums = []  # (the gradient, the sum of the other run's and the one before)
         for pair in diff.pairs:
             mine, other = pair[number].grad, pair[1 - number].grad
-            last = before.get(str(pair[number][:3]), [math.nan] * 3)
+            last = before.get(str(pair[number][:3]))
+            if not last:
+                return None  # another optimizer has made that step
             sums.append((mine, [mine[0], other[1] + last[1], other[2] + last[2]]))
         if any(mine[0] for mine, _ in sums) and all(gap(mine, whole) < EQUAL for mine, whole in sums):
             return f"the gradients of {side.label} are the other run's plus those of the step before, which were kept"
@@ -458,7 +460,7 @@ def mixed(diff):
                     return (f"ranks 0 and {rank} of {side.label} have equal gradients for different tensors, "
                             f"{one.name} and {two.name}: a collective adds up gradients of different tensors")
             for one, two in zip(first.get("parts", ()), state.get("parts", ())):
-                unlike = one.shape == two.shape and one.part[0] != two.part[0] and gap(one.start, two.start) > EQUAL
+                unlike = one.shape == two.shape and gap(one.start, two.start) > EQUAL
                 if unlike and one.grad[0] > 0 and math.isclose(one.grad[0], two.grad[0], rel_tol=EQUAL):
                     return (f"ranks 0 and {rank} of {side.label} have gradients of equal size for different parts of "
                             f"{one.name}: a collective adds up gradients of different parts")
