@@ -661,6 +661,8 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 cause = "partial"
             elif column == "grad" and not step and other and (own := unshared(run, other, differ)):
                 cause, what = "start", own
+            elif column == "grad" and other and (found := of_split(run, states, place)):
+                cause, what, unsure = found
             elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
                 cause, why, unsure = divided(states, place, common_factor(differ)[0])
                 what = f"gradients, proportional to each other{why}"
@@ -685,6 +687,24 @@ def unshared(run, other, differ):
     if lacking:
         return (f"gradients for equal initial weights, while {len(lacking)} tensor(s) of {other.label}, such as "
                 f"{lacking[0].name}, start with values that no rank of {run.label} has")
+
+
+def of_split(run, states, place):
+    """Return the cause, what differs, and UNSURE or "" if rank 0 and another rank have different parts of tensors.
+
+    Such ranks should read the same samples; experts, whose ranks do not, have no replicas that read the same ones.
+    """
+    held = [[row.part[0] for row in state.get("parts", ())] for state in states]
+    alike = [equal(states[0]["samples"], state["samples"]) for state in states]
+    if held[0] == held[place] or not states[0]["samples"]:
+        return None
+    if alike[place]:
+        return "no-backward", ("gradients of tensors that they share, for equal samples: the backward pass from the "
+                               "split tensors does not add them up over the ranks"), UNSURE
+    twin = next((number for number, parts in enumerate(held) if number and parts == held[0] and alike[number]), None)
+    if twin is not None:
+        return "samples", (f"samples, though they have different parts of split tensors; ranks 0 and "
+                           f"{[*run.ranks][twin]}, which have the same parts, read the same samples"), ""
 
 
 def divided(states, place, factor):

@@ -187,7 +187,7 @@ def first_value(a, b, step, quiet=False):
     other = other_modules(a, b, step)
     shared = [key for key in left[1] if key in right[1] and key[0] != "weights" and key[0].startswith(QUIET) == quiet
               and not f"{key[1]}.".startswith(other)]
-    place, unlike, indices = FIRST, None, []
+    place, unlike, indices, integers = FIRST, None, [], None
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)
@@ -196,12 +196,17 @@ def first_value(a, b, step, quiet=False):
             if kind == CONSTANT and any(proportional(*pair) for pair in pairs):
                 continue  # such as a mask that one program has divided by the number of ranks
             passed_on = "integers" in kind and pairs in indices  # by the outermost module
-            return kind, name, place if outermost or passed_on else INSIDE
+            found = kind, name, place if outermost or passed_on else INSIDE
+            if kind != "input (integers)":
+                return integers or found
+            integers = integers or found
+        elif pairs and "integers" not in kind:
+            integers = None  # they depend on the split, as the edges of a collated graph: what follows from them agrees
         if shifted:  # an index into the batch depends on the split
             indices.append(pairs)
         if outermost and "output" in kind:
             place, unlike = LATER, unlike if pairs else (kind, name, SIZES)
-    return unlike or (() if shared else None)
+    return integers or unlike or (() if shared else None)
 
 
 def proportional(one, two):

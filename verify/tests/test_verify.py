@@ -814,7 +814,8 @@ PASSED = [["input", "Net", True], ["input (integers)", "Net", True], ["input (in
 @pytest.mark.parametrize(("place", "cause", "said"), [
     (0, "samples", "the input of Net differs: look before the model"),
     (1, "loss", "the outputs of all modules agree"),  # an index into the batch depends on how it is divided
-    (2, "forward", "the input (integers) of layer differs"), (3, "forward", "the output of layer differs"),
+    (2, "loss", "the outputs of all modules agree"),  # as do integers from which equal outputs follow
+    (3, "forward", "the output of layer differs"),
     (4, "forward", "the output of Net differs"), (5, "loss", "the input of Loss differs, though the outputs before")])
 def test_the_first_value_that_differs_tells_the_cause(place, cause, said):
     values = [{"passed": [[*row, 4, 8, size if number == place else 1.0, 1.0] for number, row in enumerate(PASSED)]}
@@ -906,6 +907,36 @@ def test_a_gradient_that_autograd_computes_as_zero_follows_from_another_loss(los
             for label, grad in (("A", [1.0] * 3), ("B", [0.0] * 3))]
     runs[1].states(0)[0]["losses"] = losses
     assert compare_runs(*runs)["cause"] == cause
+
+
+@pytest.mark.parametrize(("read", "cause"), [
+    ("aabb", "no-backward"), ("abab", "samples"), ("abcd", "not-averaged")])
+def test_ranks_with_parts_of_one_tensor_read_the_same_samples(read, cause):
+    """Ranks 0 and 1, and ranks 2 and 3, have the parts of one tensor."""
+    def parts(number, grad):
+        return [("split", [4], [3.0 + number, 1.0, 1.0], [1.0, 0.3, 0.4], [1.0] * 3, [number, 0.5]),
+                ("norm", [2], [1.0] * 3, [1.0, *grad], [1.0] * 3), ("head", [3], [1.0] * 3, [1.0, *grad], [1.0] * 3)]
+
+    a = made("A", [("split", [4], [5.0, 2.0, 2.0], [1.4, 0.6, 0.8], [1.0] * 3),
+                   ("norm", [2], [1.0] * 3, [1.0, 5.0, 7.0], [1.0] * 3),
+                   ("head", [3], [1.0] * 3, [1.0, 2.0, 9.0], [1.0] * 3)])
+    b = made("B", *[parts(rank % 2, [0.1 + rank % 2, 0.2 - rank % 2]) for rank in range(4)])
+    for state, name in zip(b.states(0), read):
+        state["batches"] = [[0, [], [float(ord(name))], [], []]]
+        join_samples(state)
+    report = compare_runs(a, b)
+    assert report["cause"] == cause, report
+    assert ("ranks 0 and 2, which have the same parts, read the same" in report["message"]) == (cause == "samples")
+
+
+@pytest.mark.parametrize(("size", "cause", "said"), [
+    (1.0, "loss", "the outputs of all modules agree"), (2.0, "forward", "the input (integers) of layer differs")])
+def test_integers_matter_only_if_what_follows_from_them_differs(size, cause, said):
+    """Such as the edges of a collated graph, which depend on the split."""
+    values = [{"passed": [["input (integers)", "layer", False, 1, 8, edges, edges],
+                          ["output", "layer", False, 4, 8, mass, mass]]} for edges, mass in ((1.0, 1.0), (5.0, size))]
+    found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
+    assert found["cause"] == cause and said in found["message"], found
 
 
 @pytest.mark.parametrize(("size", "named"), [(1.0, True), (2.0, False)])
