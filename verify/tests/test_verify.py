@@ -854,12 +854,29 @@ def test_an_input_that_is_computed_from_weights_is_no_sample(kind, computed, cau
     assert found["cause"] == cause and ("computes from weights" in found["message"]) == any(computed), found
 
 
-@pytest.mark.parametrize(("name", "size", "cause"), [
-    ("bn", 5.0, "batchnorm"), ("conv", 5.0, "forward"), ("bn", 1.0, "loss")])
-def test_batchnorm_is_the_cause_if_its_outputs_are_the_first_that_differ(name, size, cause):
-    values = [{"passed": [["output", name, False, 4, 8, mass, mass]], "norms": ["bn"]} for mass in (1.0, size)]
+@pytest.mark.parametrize(("kind", "name", "size", "cause"), [
+    ("output", "bn", 5.0, "batchnorm"), ("output", "conv", 5.0, "forward"), ("output", "bn", 1.0, "loss"),
+    ("input", "Net", 5.0, "samples")])
+def test_batchnorm_is_the_cause_if_its_outputs_are_the_first_that_differ(kind, name, size, cause):
+    values = [{"passed": [[kind, name, name == "Net", 4, 8, mass, mass]], "norms": ["bn"]} for mass in (1.0, size)]
     found = trace({"step": 1, "cause": "batchnorm", "message": "evidence"}, *differing(*values))
     assert found["cause"] == cause, found
+
+
+def test_the_outputs_of_batchnorm_are_the_first_that_differ(records):
+    folders = [records / f"batchnorm on {world}" for world in (1, 2)]
+    report = trace(verify.compare(*folders), *map(Run.read, folders, "AB"))
+    assert report["cause"] == "batchnorm" and "the output of 1 differs" in report["message"], report
+
+
+def test_a_step_is_recorded_after_all_hooks_of_the_program_and_once():
+    called, optimizer = [], torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    recorder = SimpleNamespace(last_hooks={}, before_step=lambda *_: called.append("recorded"))
+    for name in ("first", "second"):
+        optimizer.register_step_pre_hook(lambda *_, name=name: called.append(name))
+        Recorder.before_hooks(recorder, optimizer, (), {})
+    optimizer.step()
+    assert called == ["first", "second", "recorded"]
 
 
 @pytest.mark.parametrize(("special", "cause"), [({}, "loss"), ({"batches": []}, "samples")])
