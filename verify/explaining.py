@@ -661,11 +661,11 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 cause = "partial"
             elif column == "grad" and not step and other and (own := unshared(run, other, differ)):
                 cause, what = "start", own
-            elif column == "grad" and other and (found := of_split(run, states, place)):
-                cause, what, unsure = found
             elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
                 cause, why, unsure = divided(states, place, common_factor(differ)[0])
                 what = f"gradients, proportional to each other{why}"
+            elif column == "grad" and other and (found := of_split(run, states, place)):
+                cause, what, unsure = found
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
             if cause in ("not-averaged", "partial") and any(

@@ -926,13 +926,15 @@ def test_a_gradient_that_autograd_computes_as_zero_follows_from_another_loss(los
     assert compare_runs(*runs)["cause"] == cause
 
 
-@pytest.mark.parametrize(("read", "cause"), [
-    ("aabb", "no-backward"), ("abab", "samples"), ("abcd", "not-averaged")])
-def test_ranks_with_parts_of_one_tensor_read_the_same_samples(read, cause):
-    """Ranks 0 and 1, and ranks 2 and 3, have the parts of one tensor."""
+@pytest.mark.parametrize(("read", "factor", "cause"), [
+    ("aabb", 0, "no-backward"), ("abab", 0, "samples"), ("abcd", 0, "not-averaged"), ("aabb", 2, "clip")])
+def test_ranks_with_parts_of_one_tensor_read_the_same_samples(read, factor, cause):
+    """Ranks 0 and 1, and ranks 2 and 3, have the parts of one tensor. Ranks that clip have proportional gradients."""
     def parts(number, grad):
+        grad = [0.1 * factor ** number, 0.2 * factor ** number] if factor else grad
         return [("split", [4], [3.0 + number, 1.0, 1.0], [1.0, 0.3, 0.4], [1.0] * 3, [number, 0.5]),
-                ("norm", [2], [1.0] * 3, [1.0, *grad], [1.0] * 3), ("head", [3], [1.0] * 3, [1.0, *grad], [1.0] * 3)]
+                *[(name, [size], [1.0] * 3, [float(factor or 1) ** number, *grad], [1.0] * 3)
+                  for name, size in (("norm", 2), ("head", 3))]]
 
     a = made("A", [("split", [4], [5.0, 2.0, 2.0], [1.4, 0.6, 0.8], [1.0] * 3),
                    ("norm", [2], [1.0] * 3, [1.0, 5.0, 7.0], [1.0] * 3),
