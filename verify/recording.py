@@ -223,7 +223,8 @@ class Recorder:
             items = {item: "" for optimizer in self.tables for group in optimizer.param_groups
                      for item in group["params"]}
             others = {item: ", which does not hold these weights," for _, item in self.modules.unoptimized}
-            found = {id(item): f"{self.last}{why}" for item, why in (others | items).items() if nonzero(item.grad)}
+            found = {id(item): self.last and f"{self.last}{why}" for item, why in (others | items).items()
+                     if nonzero(item.grad)}
             self.stale = found if self.backwards == 1 else {key: self.stale[key] for key in {*found} & {*self.stale}}
         for optimizer, passes in self.passes.items():  # since its last step
             if passes and not any(nonzero(item.grad) for group in optimizer.param_groups for item in group["params"]):
