@@ -887,6 +887,12 @@ def test_other_targets_are_other_samples_if_the_samples_were_not_seen(special, c
     assert found["cause"] == cause and "the targets of cross_entropy differ" in found["message"], found
 
 
+def test_targets_are_compared_if_only_the_last_stage_of_a_pipeline_has_them():
+    targets = [{"passed": [["targets (integers)", "cross_entropy", True, 1, 8, size, size]]} for size in (1.0, 5.0)]
+    assert first_value(*differing(targets[0], {"passed": []}, targets[1]), 0)[:2] == (
+        "targets (integers)", "cross_entropy")
+
+
 def test_the_targets_of_a_loss_are_noted_without_ignored_ones():
     noted = []
     recorder = SimpleNamespace(native=True, counted=[], weights=[], shows=lambda: True, modules=SimpleNamespace(
