@@ -933,7 +933,8 @@ def test_a_gradient_that_autograd_computes_as_zero_follows_from_another_loss(los
 
 
 @pytest.mark.parametrize(("read", "factor", "cause"), [
-    ("aabb", 0, "no-backward"), ("abab", 0, "samples"), ("abcd", 0, "not-averaged"), ("aabb", 2, "clip")])
+    ("aabb", 0, "no-backward"), ("abab", 0, "samples"), ("abcd", 0, "not-averaged"), ("abca", 0, "not-averaged"),
+    ("aabb", 2, "clip")])
 def test_ranks_with_parts_of_one_tensor_read_the_same_samples(read, factor, cause):
     """Ranks 0 and 1, and ranks 2 and 3, have the parts of one tensor. Ranks that clip have proportional gradients."""
     def parts(number, grad):
