@@ -9,21 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from .records import (
-    EQUAL,
-    INPUTS,
-    NOISE,
-    REACHED,
-    UNNAMED,
-    WEIGHT,
-    Starts,
-    apart,
-    equal,
-    gap,
-    load,
-    only_loaders,
-    worst,
-)
+from .records import EQUAL, INPUTS, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, only_loaders, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -256,17 +242,26 @@ def stale(diff):
 
 def kept(diff):
     """The gradients of one run are those of the other plus its own of the step before, as in an accumulator by hand."""
-    for number, side in ((1, diff.b), (0, diff.a)) if diff.step and diff.column == "grad" else ():
-        before = {str(row[:3]): row.grad for row in side.run.at(diff.step - 1)[1]}
-        sums = []  # (the gradient, the sum of the other run's and the one before)
+    for number, (side, reference) in ((1, diff.orders[0]), (0, diff.orders[1])):
+        if not diff.step or diff.column != "grad":
+            return None
+        states, rows, _ = side.run.at(diff.step - 1)
+        before = {str(row[:3]): row.grad for row in rows}
+        now, theirs, then = (clipped(state) for state in (side.states[0], reference.states[0], states[0]))
+        sums = []  # (the gradient, the sum of the other run's and the one before), without clipping
         for pair in diff.pairs:
             mine, other = pair[number].grad, pair[1 - number].grad
             last = before.get(str(pair[number][:3]))
             if not last:
                 return None  # another optimizer has made that step
-            sums.append((mine, [mine[0], other[1] + last[1], other[2] + last[2]]))
+            sums.append((mine, [mine[0], *[now * (other[k] / theirs + last[k] / then) for k in (1, 2)]]))
         if any(mine[0] for mine, _ in sums) and all(gap(mine, whole) < EQUAL for mine, whole in sums):
             return f"the gradients of {side.label} are the other run's plus those of the step before, which were kept"
+
+
+def clipped(state):
+    """Return the factor by which clip_grad_norm_ has scaled the gradients of a step."""
+    return math.prod(min(1, bound / (norm + 1e-6)) for norm, bound in state["clips"] if norm)
 
 
 def reached(diff):
@@ -340,10 +335,10 @@ def no_gradient(diff):
     noise = NOISE * math.hypot(*[max(one.grad[0], two.grad[0]) for one, two in diff.pairs])
     for label, number in (("B", 1), ("A", 0)):
         without = [pair[number] for pair in diff.pairs if not pair[number].grad[0] and pair[1 - number].grad[0] > noise]
-        computed = all(row.reach == REACHED for row in without)  # then a consequence of what the loss shows
-        if without and not (computed and not diff.same_loss and not lost(diff)):
-            how = ("grad is None", "autograd does not reach it", "autograd computes zero")[without[0].reach]
-            fact = f"{len(without)} parameter(s) get no gradient in {label}, such as {without[0].name}: {how}"
+        how = [("grad is None", "autograd does not reach it", "autograd computes zero")[row.reach] for row in without]
+        follows = {*how} == {"autograd computes zero"} and not diff.same_loss and not lost(diff)  # from another loss
+        if without and not follows:
+            fact = f"{len(without)} parameter(s) get no gradient in {label}, such as {without[0].name}: {how[0]}"
             if all(row.name == UNNAMED for row in without):
                 fact += (", and no module has them: create the optimizer from the model's parameters, after the model "
                          "is wrapped, moved and cast")

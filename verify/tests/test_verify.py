@@ -902,9 +902,10 @@ def test_the_targets_of_a_loss_are_noted_without_ignored_ones():
     assert (kind, name, outermost, targets.tolist()) == ("targets", "cross_entropy", True, [1, 0])
 
 
-@pytest.mark.parametrize(("last", "before", "cause"), [
-    ([9.0, 3.0, -1.0], "w", "stale"), ([9.0, 3.0, -2.0], "w", "unknown"), ([9.0, 3.0, -1.0], "v", "unknown")])
-def test_gradients_that_an_accumulator_keeps_are_stale(last, before, cause):
+@pytest.mark.parametrize(("last", "before", "clips", "cause"), [
+    ([9.0, 3.0, -1.0], "w", [], "stale"), ([9.0, 3.0, -2.0], "w", [], "unknown"),
+    ([9.0, 3.0, -1.0], "v", [], "unknown"), ([9.0, 1.5, -0.5], "w", [[4.0, 2.0 + 5e-7]], "stale")])
+def test_gradients_that_an_accumulator_keeps_are_stale(last, before, clips, cause):
     """Before, another optimizer may have changed another tensor."""
     runs = []
     for label, grad in (("A", [2.0, 2.0, -2.0]), ("B", last)):
@@ -912,6 +913,8 @@ def test_gradients_that_an_accumulator_keeps_are_stale(last, before, cause):
         steps = runs[-1].ranks[0]
         steps.insert(0, {**steps[0], "rows": [[before, [2], [1.0] * 3, [0.1], [1.0] * 3, [1.0] * 3]]})
         runs[-1].length = 2
+    runs[1].states(1)[0]["clips"] = clips
+    runs[0].states(1)[0]["clips"] = [[1.0, 2.0]] * len(clips)
     assert compare_runs(*runs)["cause"] == cause
 
 
