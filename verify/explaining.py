@@ -261,7 +261,7 @@ def kept(diff):
 
 def clipped(state):
     """Return the factor by which clip_grad_norm_ has scaled the gradients of a step."""
-    return math.prod(min(1, bound / (norm + 1e-6)) for norm, bound in state["clips"] if norm)
+    return math.prod(min(1, bound / (norm + 1e-6)) for norm, bound in state["clips"])
 
 
 def reached(diff):

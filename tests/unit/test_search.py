@@ -75,6 +75,12 @@ def test_each_item_of_a_long_section_is_found_alone():
     assert len(found) > 10 and len(slow_rank) == 1 and slow_rank[0].terms.total() < 200
 
 
+def test_a_paragraph_of_an_item_stays_with_it():
+    words = " ".join(f"word{number}" for number in range(60))
+    found = search._parts(f"1. {words}\n\n   {words}\n2. {words}\n\n{words}")
+    assert [part.count("word59") for part in found] == [2, 1, 1]
+
+
 def test_a_rare_term_weighs_more_than_a_common_one():
     sections = [search.Section([], [], collections.Counter(search.terms(text))) for text in ("hang nccl", "hang gloo")]
     weights = search.weigh(sections)

@@ -927,9 +927,11 @@ def test_a_program_that_has_always_reset_gradients_adds_them_up_by_hand(early, c
     assert compare_runs(a, b)["cause"] == cause
 
 
-@pytest.mark.parametrize(("losses", "cause"), [([1.0], "no-gradient"), ([1.5], "loss")])
-def test_a_gradient_that_autograd_computes_as_zero_follows_from_another_loss(losses, cause):
-    runs = [made(label, [("v", [2], [1.0] * 3, grad, [1.0] * 3), ("w", [3], [1.0] * 3, [2.0] * 3, [1.0] * 3)])
+@pytest.mark.parametrize(("losses", "reach", "cause"), [
+    ([1.0], 2, "no-gradient"), ([1.5], 2, "loss"), ([1.5], 0, "no-gradient")])
+def test_a_gradient_that_autograd_computes_as_zero_follows_from_another_loss(losses, reach, cause):
+    runs = [made(label, [("v", [2], [1.0] * 3, grad, [1.0] * 3), ("w", [3], [1.0] * 3, grad, [1.0] * 3, None, reach),
+                         ("x", [4], [1.0] * 3, [2.0] * 3, [1.0] * 3)])
             for label, grad in (("A", [1.0] * 3), ("B", [0.0] * 3))]
     runs[1].states(0)[0]["losses"] = losses
     assert compare_runs(*runs)["cause"] == cause
