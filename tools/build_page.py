@@ -242,7 +242,7 @@ def _index(root: Path) -> dict:
                       "doubled": search.DOUBLED.pattern, "chinese": search.CHINESE.pattern,
                       "common": sorted(search.COMMON)},
             "sections": [[[(label, address(target)) for label, target in section.targets], section.lines,
-                          section.readme]
+                          section.language]
                          for section in sections],
             "weights": {term: [number for pair in found.items() for number in pair]
                         for term, found in search.weigh(sections).items()}}

@@ -434,7 +434,7 @@ function termsOf(text) {
   return new Set(found.filter(term => !index.common.has(term)))
 }
 
-// Returns the numbers of the five sections with the greatest sums of weights, without the README in the other language.
+// Returns the numbers of the five sections with the greatest sums of weights, without the pages in the other language.
 function search(text) {
   if (!index) readIndex()
   const scores = new Map()

@@ -12,6 +12,7 @@ import dataclasses
 import io
 import itertools
 import math
+import posixpath
 import re
 import signal
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README*.md", "docs/*.md", "docs/pitfalls/*.md", *(f"{wing}/README.md" for wing in
                                                             ("verify", "language", "detection"))]
+INDEX = {"docs/symptoms.md": "en", "README.md": "en", "README.zh-CN.md": "zh"}  # a row leads to its links
 NOT_SEARCHED = {"docs/CHANGELOG.md", "docs/speed.md", "docs/versions.md"}  # history and measurements, not answers
 # the page's JavaScript uses these patterns, too
 CHINESE = re.compile(r"[\u3400-\u9fff]")
@@ -50,7 +52,7 @@ class Section:
     targets: list[tuple[str, str]]
     lines: list[str]
     terms: collections.Counter[str]
-    readme: str = ""  # in a README that exists in two languages: "zh" or "en"
+    language: str = ""  # of a page that exists in two languages: "zh" or "en"
 
 
 Weights = dict[str, dict[int, int]]
@@ -102,13 +104,13 @@ def weigh(sections: list[Section]) -> Weights:
 
 
 def search(sections: list[Section], weights: Weights, text: str, most: int = 5) -> list[Section]:
-    """Return the sections with the greatest sums of weights, without the README of the other language."""
+    """Return the sections with the greatest sums of weights, without the pages of the other language."""
     scores: collections.Counter[int] = collections.Counter()
     for term in set(terms(text)):
         scores.update(weights.get(term, {}))
     other = "en" if CHINESE.search(text) else "zh"
     found = (sections[number] for number in sorted(scores, key=lambda number: (-scores[number], number)))
-    return [*itertools.islice((section for section in found if section.readme != other), most)]
+    return [*itertools.islice((section for section in found if section.language != other), most)]
 
 
 def best_line(section: Section, text: str) -> str:
@@ -118,7 +120,7 @@ def best_line(section: Section, text: str) -> str:
 
 
 def _sections(page: str, text: str) -> list[Section]:
-    found, path, readme = [], list[str](), {"README.md": "en", "README.zh-CN.md": "zh"}.get(page, "")
+    found, path, language = [], list[str](), INDEX.get(page, "")
     for part in re.split(r"^(?=#+ )", NO_PROSE.sub("", text), flags=re.M):
         heading, _, body = part.partition("\n")
         level, _, title = heading.partition(" ")
@@ -127,17 +129,18 @@ def _sections(page: str, text: str) -> list[Section]:
         headings = set(terms(" ".join(path[1:] or path)))
         for prose in _parts(_plain(re.sub(r"^\|.*\n?", "", body, flags=re.M)).strip()):
             lines = [" ".join(line.split()) for line in SENTENCE.split(prose) if line]
-            found.append(Section(here, lines, collections.Counter([*terms(prose), *headings]), readme))
+            found.append(Section(here, lines, collections.Counter([*terms(prose), *headings]), language))
         for row in re.findall(r"^\|(.+)\|$", body, re.M):
             if sum(map(str.isalpha, row)) < len(row.replace(" ", "")) / 2:
                 continue  # measurements
             first, *others = (_plain(cell).strip() for cell in re.split(r"(?<!\\)\|", row))
             counted = collections.Counter([*terms(first) * 3, *terms(" ".join(others)), *headings])
-            links = LINK.findall(row)
-            if page.startswith("README") and links:  # a row of the index of symptoms: it leads to its links
-                found.append(Section(links, [first], counted, readme))
+            links = [(text, posixpath.normpath(posixpath.join(posixpath.dirname(page), target)))
+                     for text, target in LINK.findall(row)]
+            if language and links:
+                found.append(Section(links, [first], counted, language))
             else:
-                found.append(Section(here, [" | ".join([first, *others])], counted, readme))
+                found.append(Section(here, [" | ".join([first, *others])], counted, language))
     return found
 
 

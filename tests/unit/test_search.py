@@ -109,7 +109,7 @@ def test_a_reader_may_close_the_pipe(command):
     assert ran.stdout == ran.stderr == ""
 
 
-def test_a_question_finds_no_row_of_the_readme_in_the_other_language():
+def test_a_question_finds_no_row_of_a_page_in_the_other_language():
     for text, other in (("loss nan with two GPUs", "zh"), ("DDP 训练 nan", "en")):
         found = search.search(SECTIONS, WEIGHTS, text, most=len(SECTIONS))
-        assert {section.readme for section in found} == {"", "zh", "en"} - {other}
+        assert {section.language for section in found} == {"", "zh", "en"} - {other}
