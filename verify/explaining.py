@@ -63,7 +63,8 @@ class Difference:
         passes = {len(state["losses"]) for state in self.states}
         if len(passes) > 1 and len(firsts) == len(self.states) and math.isclose(min(firsts), max(firsts)):  # GradCache
             self.losses = firsts[0], firsts[-1]
-        self.same_loss = math.isclose(*self.losses)
+        self.same_loss = math.isclose(*self.losses)  # also if none is known, as without backward()
+        self.known = bool(passes - {0})
         self.flags = {flag for state in self.states for flag in state["flags"]}
 
     def differing_loaders(self, a, b):
@@ -289,7 +290,7 @@ def clip(diff):
         plain = Fraction(diff.factor).limit_denominator(16)
         if diff.same_loss and (plain == 1 or abs(diff.factor - plain) > EQUAL):
             by_hand = not any(state["clips"] for state in diff.states)
-            return f"{UNSURE * by_hand}{times(diff.factor)}, after equal losses"
+            return f"{UNSURE * by_hand}{times(diff.factor)}" + ", after equal losses" * diff.known
         if not same_norm and min(abs(max(diff.factor, 1 / diff.factor) - n) for n in range(2, 65)) < 1e-4:
             return None  # a whole factor, which scales the norms, too
     left, right = ([state["clips"] for state in side.states] for side in diff.sides)
@@ -316,7 +317,7 @@ def scale(diff):
     if less and whole and lost(diff):  # the loss of the whole batch, from gathered values
         return "no-backward", f"{times(factor)}, though each rank has the whole loss, {losses[0]:.9g}{lost(diff)}"
     why = ", after equal losses: a sum is divided twice, or a part of the gradient is lost" + lost(diff)
-    why *= less and math.isclose(diff.a.mean, diff.b.mean)
+    why *= less and diff.known and math.isclose(diff.a.mean, diff.b.mean)
     return f"{times(factor)}{why}; B has {ranks} rank(s) and {micro_batches} micro-batch(es)"
 
 
@@ -599,6 +600,8 @@ def uneven_mean(diff):
 
 def mean_losses(diff):
     seen = "equal samples" if diff.seen else UNSEEN
+    if not diff.known:
+        return f"{seen}; without backward(), no loss is known"
     return f"{seen}; mean loss {diff.losses[0]:.9g} in A, {diff.losses[1]:.9g} in B"
 
 

@@ -18,7 +18,7 @@ class Modules:
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.outputs = []  # nodes of the graph: the outputs of modules with parameters
         self.places, self.divisors = {}, []  # {name of a constant: file and line}; [number, scalar, file and line]
-        self.computed = []  # names of modules whose inputs the program has computed from weights
+        self.computed = {}  # {name of a module whose input is no sample: where it is from}
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
     def find(self, parameters, optimized):
@@ -133,6 +133,15 @@ def plain(name):
 
 
 def tensors_of(value):
-    """Return the plain dense tensors in a nested value; leave out those of torch.func and of meta devices."""
-    return [item for item in torch.utils._pytree.tree_leaves(value) if type(item) is torch.Tensor and not item.is_meta
-            and item.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(item)]
+    """Return the plain dense tensors in a nested value, without those of meta devices. Those of vmap have all rows."""
+    return [item for item in map(unwrapped, torch.utils._pytree.tree_leaves(value)) if type(item) is torch.Tensor
+            and not item.is_meta and item.layout == torch.strided]
+
+
+def unwrapped(value):
+    """Return the tensor inside the wrappers of torch.func, with the axis that vmap maps over in front."""
+    functions = torch._C._functorch
+    while isinstance(value, torch.Tensor) and functions.is_functorch_wrapped_tensor(value):
+        axis, value = functions.maybe_get_bdim(value), functions.get_unwrapped(value)
+        value = value.movedim(axis, 0) if axis > 0 else value
+    return value

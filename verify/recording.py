@@ -98,7 +98,7 @@ class Recorder:
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
-        self.modules.places, self.modules.divisors, self.modules.computed = {}, [], []
+        self.modules.places, self.modules.divisors, self.modules.computed = {}, [], {}
         if self.shows():
             self.draws.show()
             torch.autograd.set_detect_anomaly(True, check_nan=False)  # each node of the graph keeps its place
@@ -278,8 +278,8 @@ class Recorder:
                 self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
             outermost = not any(self.draws.inside)  # a wrapper such as DDP has no name
             self.modules.passes(f"{quiet}input", module, (args, more), outermost)
-            if outermost and any(map(from_parameters, tensors_of((args, more)))):
-                self.modules.computed.append(self.modules.names.get(id(module)))
+            if origin := outermost and self.origin(tensors_of((args, more))):
+                self.modules.computed[self.modules.names.get(id(module))] = origin
             if not quiet:
                 self.modules.weights(module)
         self.depth += 1
@@ -291,9 +291,17 @@ class Recorder:
             del self.draws.inside[-1:]
         if tensors is not None:
             self.samples.follow(tensors, tensors_of(output))
+        if not self.depth and training:
+            self.samples.carry(tensors_of(output))
         if shown:
             self.modules.passes(f"{quiet}output", module, output, outermost)
         return output
+
+    def origin(self, tensors):
+        """Return where inputs of a model are from if they are no samples, or an empty string."""
+        if any(map(from_parameters, tensors)):
+            return "which the program computes from weights"
+        return "a part of which the last call has returned, such as a state" * any(map(self.samples.carries, tensors))
 
     def before_hooks(self, optimizer, args, more):
         """Let before_step() follow the optimizer's own hooks, in which the program may average or clip gradients."""
@@ -343,8 +351,9 @@ class Recorder:
 
     def reaches(self):
         """Return for each parameter whether it has a gradient, and whether autograd has reached it in this step."""
-        return [MISSING if item.grad is None else UNREACHED if id(item) in self.hooked and id(item) not in self.reached
-                else REACHED for item in self.parameters]
+        by_hand = not self.backwards and not self.joins  # such as gradients of torch.func
+        return [MISSING if item.grad is None else REACHED if by_hand or id(item) not in self.hooked
+                or id(item) in self.reached else UNREACHED for item in self.parameters]
 
     def states(self, optimizer):
         """Return {name: digest} of the optimizer's state for each parameter: of its tensors and numbers."""

@@ -126,14 +126,20 @@ class Samples:
 
         An input that was an output of the call before, such as the state of an RNN, is not read.
         """
-        carried = {ref.cdata for ref in self.carried}
-        inputs = [item for item in inputs if StorageWeakRef(item.untyped_storage()).cdata not in carried]
-        self.carried = [StorageWeakRef(item.untyped_storage()) for item in outputs]
+        inputs = [item for item in inputs if not self.carries(item)]
         outputs = [item for item in outputs if item.requires_grad and not item.is_leaf]
         call = Call(inputs, reached=not outputs)
         self.calls.append(call)
         for item in outputs:
             item.register_hook(call.reach)
+
+    def carries(self, item):
+        """Return whether a tensor has the values of an output of the last call."""
+        return StorageWeakRef(item.untyped_storage()).cdata in {ref.cdata for ref in self.carried}
+
+    def carry(self, outputs):
+        """Note the outputs of a call."""
+        self.carried = [StorageWeakRef(item.untyped_storage()) for item in outputs]
 
     def settle(self):
         """Count the inputs whose outputs a backward pass has reached: not those of a teacher or of a first trial."""

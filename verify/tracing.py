@@ -10,13 +10,16 @@ INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
 def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
     step, cause, message = report["step"] - 1, report["cause"], report["message"]
+    value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
     if cause != "not-averaged" and (answer := before_changes(a, b, step, cause)):
         cause, fact = answer
+        if fact.startswith(UNSURE) and (drawn := without_innocent(draws, a, b, step, (), cause)) and cause == "clip":
+            cause, fact = "random", f"the program draws other random numbers in this step, {', '.join(drawn[:3])}"
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
-    value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
-    by_hand = place == FIRST and any(module in state.get("computed", ()) for run in (a, b) for state in run.at(step)[0])
+    origin = next((state["computed"][module] for run in (a, b) for state in run.at(step)[0]
+                   if place == FIRST and module in state.get("computed", ())), "")
     norms = {name for run in (a, b) for state in run.at(step)[0] for name in state.get("norms", ())}
     if cause == "batchnorm" and (value == () or kind == CONSTANT or is_input and place == FIRST
                                  or value and "output" in kind and module not in norms):
@@ -39,7 +42,7 @@ def trace(report, a, b):
     elif "targets" in kind:
         fact = f"the targets of {module} differ"
     elif value:
-        before[FIRST] = ", which the program computes from weights" if by_hand else before[FIRST]
+        before[FIRST] = f", {origin}" if origin else before[FIRST]
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
     if unclear and (value == () or kind == CONSTANT) and (divided := unequal_divisors(a, b, step)):
         return {**report, "cause": "uneven-mean", "message": f"{divided}: {remedy('uneven-mean')}"}
@@ -47,7 +50,9 @@ def trace(report, a, b):
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
     fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
     if draws and not in_model and (unclear or cause == "random" or fallback):
-        cause, fact = "samples", fact * (place != SIZES) or "the program draws other random numbers for this step"
+        one, two = samples_of(a, b, step)
+        cause = "samples" if value or not equal(one, two) else "random"  # no value that a module has differs
+        fact = fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
     elif quiet and (unclear or cause == "evaluation"):
@@ -57,14 +62,15 @@ def trace(report, a, b):
     elif unclear and "targets" in kind:
         cause = "loss" if all(read_once(run, step, 0) for run in (a, b)) else "samples"
     elif unclear and value and place != SIZES:
-        cause = {FIRST: "samples", LATER: "loss"}.get(place) if is_input and not by_hand else None
+        cause = {FIRST: "samples", LATER: "loss"}.get(place) if is_input and not origin else None
         cause = cause or "forward"
     elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
         fact = ""
     elif value == ():
-        part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
-        fact = f"the outputs of all modules agree, so the {part} differs"
         passes = {len(state["losses"]) for run in (a, b) for state in run.states(step)}
+        part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
+        part = part if passes - {0} else "loss, or what the program makes of its gradients,"
+        fact = f"the outputs of all modules agree, so the {part} differs"
         sure = cause == "loss" and len(passes) == 1 or cause == "not-averaged"  # else, other passes have other losses
         message = message.removeprefix(UNSURE) if sure else message
         message = message.replace(f"{UNSEEN}; ", "")  # the inputs agree, too
@@ -95,7 +101,7 @@ def without_innocent(draws, a, b, step, value, cause):
     """Leave out draws that differ without effect, such as a shuffle of each rank's own share, if samples are equal."""
     if cause != "start":  # then initial weights are equal
         draws = [site for site in draws if not ("(torch." in site and site.endswith(", at the start)"))]
-    one, two = (read_once(run, step, len(other.samples(step))) for run, other in ((a, b), (b, a)))
+    one, two = samples_of(a, b, step)
     if not one or not equal(one, two):
         return draws
     innocent = [", loader)"]
@@ -105,6 +111,11 @@ def without_innocent(draws, a, b, step, value, cause):
         if kind != "input (integers)" or are_inputs(a.states(step) + b.states(step)):  # else, such as negatives
             innocent.append(", integers)")
     return [site for site in draws if not site.endswith(tuple(innocent))]
+
+
+def samples_of(a, b, step):
+    """Return the samples that A and B read in a step, sorted."""
+    return [read_once(run, step, len(other.samples(step))) for run, other in ((a, b), (b, a))]
 
 
 def before_changes(a, b, step, cause):

@@ -37,7 +37,8 @@ MISTAKES = [
     "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
     "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
-    "flat", "flat, decayed", "flat, not sent", "averaged in a hook"]
+    "flat", "flat, decayed", "flat, not sent", "averaged in a hook", "each sample",
+    "each sample, one dropped", "each sample, other noise"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
@@ -204,6 +205,31 @@ def train_on_two_loaders(mistake, rank, world):
             error = torch.where(known, out[len(x):, 0] - target.nan_to_num(), 0.0).square().sum() / count
             (nn.functional.cross_entropy(out[:len(x)], y) + error).backward()
             optimizer.step()
+
+
+def train_on_each_sample(mistake, rank, world):
+    """Gradients for each sample come from torch.func, and rank 0 adds noise: no backward() runs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    g = torch.Generator().manual_seed(2)
+    data = torch.randn(12, 8, 4, generator=g), torch.randint(3, (12, 8), generator=g)
+    noise = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_of(weights, x, y):
+        return nn.functional.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    gradients = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))
+    for x, y in zip(*data):
+        x, y = (part[rank:7 if "dropped" in mistake and world > 1 else 8:world] for part in (x, y))
+        found = gradients({name: item.detach() for name, item in model.named_parameters()}, x, y)
+        for name, item in model.named_parameters():
+            item.grad = found[name].sum(0)
+            if rank == 0 or "other noise" in mistake:
+                item.grad += torch.randn(item.shape, generator=noise)
+            if world > 1:
+                dist.all_reduce(item.grad)
+        optimizer.step()
 
 
 def train_in_micro_batches(mistake, rank, world):
@@ -431,6 +457,11 @@ def train(mistake, rank, world):
             break
 
 
+LOOPS = {"lists": train_on_lists, "joined": train_on_joined, "each sample": train_on_each_sample,
+         "two": train_on_two_loaders, "penalty": train_in_micro_batches, "scaled": train_in_micro_batches,
+         "sharded": train_in_micro_batches, "weighted": train_in_micro_batches}  # by a word of the mistake
+
+
 def fork(mistake, folder, rank, world):
     """Record one rank of a loop in a new process; return the process ID."""
     pid = os.fork()
@@ -444,9 +475,7 @@ def fork(mistake, folder, rank, world):
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     try:
-        part = ending.loop if mistake in WAYS else train_on_lists if "lists" in mistake else \
-            train_on_joined if "joined" in mistake else train_on_two_loaders if "two" in mistake else \
-            train_in_micro_batches if mistake.split(",")[0] in ("penalty", "scaled", "sharded", "weighted") else train
+        part = ending.loop if mistake in WAYS else next((LOOPS[word] for word in LOOPS if word in mistake), train)
         part(mistake) if mistake in WAYS else part(mistake, rank, world)
     except RuntimeError as error:  # the other rank has left
         sys.last_value = error
@@ -463,7 +492,7 @@ if __name__ == "__main__":
     gc.freeze()
     alone = {"batchnorm", "clip per rank", "functional dropout", "16 bits in the step", "rows by hand",
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
-             "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists",
+             "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists", "each sample",
              "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
              "penalty", "scaled", "sharded", "weighted", "weighted, taught", "rows by hand, points"}  # also on one
     for mistake in MISTAKES + WAYS:

@@ -73,7 +73,7 @@ CAUSES = {
     "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient",
     "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
     "weighted, own median": "evaluation", "weighted, taught": "evaluation", "flat, decayed": "optimizer",
-    "flat, not sent": "optimizer"}
+    "flat, not sent": "optimizer", "each sample, one dropped": "batch-size"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "owned by ranks, gradients kept": 2,
          "average of one epoch": 7,
@@ -83,7 +83,7 @@ STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchn
 WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm": None, "weights of each rank": "start",
            "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch",
            "equal rows by hand": "samples", "rank 0 stops": "rank-stops", "detached loss": "not-optimized",
-           "parts of a gradient": "not-averaged", "decay of ranks": "optimizer", "local SGD": None,
+           "parts of a gradient": "not-averaged", "decay of ranks": "optimizer", "local SGD": None, "each sample": None,
            "local SGD, copied": "not-averaged", "augmented, no set_epoch": "set-epoch", "penalty": None,
            "owned by ranks, scheduler on rank 0": "rank-lr", "flat": None, "flat, not sent": "optimizer, never-moves"}
 
@@ -113,7 +113,8 @@ def test_every_cause_has_a_mistake_that_shows_it():
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
                                  "cut by hand, replicated", "lists", "joined", "augmented", "two loaders",
-                                 "penalty", "scaled", "sharded", "weighted", "flat", "averaged in a hook"])
+                                 "penalty", "scaled", "sharded", "weighted", "flat", "averaged in a hook",
+                                 "each sample"])
 def test_two_ranks_train_the_model_of_one(records, way):
     one = "right" if "cut" in way or way in ("owned by ranks", "flat", "averaged in a hook") else way
     ranks = 4 if "replicated" in way else 2
@@ -159,6 +160,14 @@ def test_a_draw_is_named_and_a_slice_is_not_taken_for_an_output_that_differs(rec
     site, = draws_that_differ(right, dropout, 0)
     assert re.fullmatch(r"mistakes\.py:\d+ \(torch\)", site) and not draws_that_differ(right, cut, 0)
     assert not first_value(right, cut, 0)
+
+
+def test_noise_that_each_rank_adds_to_gradients_by_hand_is_random(records):
+    folders = [records / name for name in ("each sample on 1", "each sample, other noise on 2")]
+    report = verify.compare(*folders)
+    assert report["cause"] == "unknown" and "without backward(), no loss is known" in report["message"], report
+    found = trace(report, *[Run.read(folder, label) for folder, label in zip(folders, "AB")])
+    assert found["cause"] == "random" and re.search(r"differ: mistakes.py:\d+ \(torch\)$", found["message"]), found
 
 
 @pytest.mark.parametrize(("mistake", "said"), [
@@ -848,10 +857,10 @@ def test_indices_that_a_model_passes_on_are_its_input():
     ("input", [["Linear"], [], []], "forward"), ("input", [[], [], []], "samples"),
     ("output", [[], [], []], "forward")])
 def test_an_input_that_is_computed_from_weights_is_no_sample(kind, computed, cause):
-    values = [{"passed": [[kind, "Linear", True, 4, 8, size, size]], "computed": names}
+    values = [{"passed": [[kind, "Linear", True, 4, 8, size, size]], "computed": dict.fromkeys(names, "from weights")}
               for size, names in zip((1.0, 5.0, 5.0), computed)]
     found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
-    assert found["cause"] == cause and ("computes from weights" in found["message"]) == any(computed), found
+    assert found["cause"] == cause and ("from weights" in found["message"]) == any(computed), found
 
 
 @pytest.mark.parametrize(("kind", "name", "size", "cause"), [
@@ -1241,13 +1250,13 @@ def test_an_optimizer_that_wraps_another_has_the_name_of_that():
     assert options_of(outer, 0, {})["optimizer"] == "SGD" == options_of(outer.optim, 0, {})["optimizer"]
 
 
-@pytest.mark.parametrize(("second", "cause"), [(5.0, "samples"), (1.0, "not-averaged")])
+@pytest.mark.parametrize(("second", "cause"), [(5.0, "random"), (1.0, "not-averaged")])
 def test_a_rank_that_draws_other_numbers_than_rank_0_is_seen(second, cause):
     """Each rank of a tensor-parallel group draws as many numbers as the one process."""
     states = [{"sites": [["p.py:1 (torch)", 4, size, 1.0]]} for size in (1.0, second)]
     report = {"step": 1, "cause": "not-averaged", "message": "not sure: ranks differ"}
     found = trace(report, *differing(states[0], *states))
-    assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "samples"), found
+    assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "random"), found
 
 
 def test_ranks_that_each_read_the_whole_batch_need_not_average():
@@ -1652,7 +1661,8 @@ def test_a_state_that_a_model_returns_and_takes_again_is_no_sample():
     for _ in range(3):
         x, before, state = torch.ones(2, 4), state, torch.ones(2, 3)
         samples.follow([x, before.detach()], [torch.ones(2, 5), state])
-        assert samples.calls[-1].inputs[0] is x
+        samples.carry([torch.ones(2, 5), state])
+        assert samples.calls[-1].inputs[0] is x and samples.carries(state.detach()) and not samples.carries(x)
     assert [len(call.inputs) for call in samples.calls] == [2, 1, 1]
 
 
