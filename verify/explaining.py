@@ -478,9 +478,11 @@ def flat(diff):
 def no_backward(diff):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
     if diff.same_loss and any(diff.losses) and len(diff.a.states) != len(diff.b.states):
-        fact, some = f"equal mean losses, {diff.losses[0]:.9g}, but different gradients", which_agree(diff)
-        zero = "; or a term of the loss that is 0 here, such as log(sigma) at the start, counts differently" * bool(some)
-        return fact + some + lost(diff) if lost(diff) else UNSURE + fact + some + zero
+        fact = f"equal mean losses, {diff.losses[0]:.9g}, but different gradients" + which_agree(diff)
+        if lost(diff):
+            return fact + lost(diff)
+        zero = "; or a term of the loss that is 0 here, such as log(sigma) at the start, counts differently"
+        return UNSURE + fact + zero * bool(which_agree(diff))
 
 
 def which_agree(diff):

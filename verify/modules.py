@@ -17,7 +17,7 @@ class Modules:
         self.names, self.leaves, self.replicas, self.scalers = {}, [], False, []  # names: {id(module): name}
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.outputs = []  # nodes of the graph: the outputs of modules with parameters
-        self.places, self.divisors = {}, []  # {name of a constant: file and line}; [number, scalar, file and line]
+        self.places, self.divisors = {}, []  # {name of a constant: file and line}; of constants()
         self.computed = {}  # {name of a module whose input is no sample: where it is from}
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
@@ -84,9 +84,11 @@ class Modules:
             known.add(node)
             nodes += [parent for parent, _ in node.next_functions]
             divisor = getattr(node, "_saved_other", None) if node.name().startswith("Div") else None
-            if isinstance(divisor, torch.Tensor) and not divisor.ndim:
-                counts["scalar"] += 1
-                self.divisors.append([counts["scalar"], float(divisor), place_of(node)])
+            if isinstance(divisor, torch.Tensor) and divisor.numel():  # its shape and number, sums, file and line
+                flat = divisor.detach().double().reshape(-1)
+                counts[divisor.shape] += 1
+                sums = [float(flat.sum()), float(flat @ wave(len(flat), flat.device).real)][:1 + bool(divisor.ndim)]
+                self.divisors.append([f"{tuple(divisor.shape)} {counts[divisor.shape]}", sums, place_of(node)])
             for field in (field for field in dir(node) if field.startswith("_saved_")):
                 value = getattr(node, field)
                 if type(value) is torch.Tensor and value.ndim and not value.requires_grad and (

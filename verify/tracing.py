@@ -84,15 +84,17 @@ def unequal_divisors(a, b, step):
     """Return text that says so if one run divides its losses by different numbers, whose sum the other divides by."""
     runs = []
     for run in (a, b):
-        found = {}  # {which: [(number, file and line), ...] of all ranks and micro-batches}
+        found = {}  # {which: [(sums, file and line), ...] of all ranks and micro-batches}
         for which, *divisor in (each for state in run.at(step)[0] for each in state.get("divisors", ())):
             found.setdefault(which, []).append(divisor)
         runs.append(found)
     for mine, others, label, other in ((runs[1], runs[0], "B", "A"), (runs[0], runs[1], "A", "B")):
         for which, found in mine.items():
-            numbers, whole = ([number for number, _ in part] for part in (found, others.get(which, ())))
-            if len({*numbers}) > 1 and len(numbers) > len(whole) and math.isclose(sum(numbers), sum(whole)):
-                said = [", ".join(f"{number:g}" for number in part[:8]) for part in (numbers, whole)]
+            parts, whole = ([sums for sums, _ in part] for part in (found, others.get(which, ())))
+            unlike = len(parts) > len(whole) and not all(equal(part, parts[0]) for part in parts)
+            if unlike and equal(*[[*map(sum, zip(*part))] for part in (parts, whole)]):
+                vectors = "vectors whose sums are " * (len(parts[0]) > 1)
+                said = [vectors + ", ".join(f"{part[0]:.9g}" for part in numbers[:8]) for numbers in (parts, whole)]
                 return (f"the outputs of all modules agree; the ranks or micro-batches of {label} divide by {said[0]} "
                         f"({found[0][1]}), and {other} by {said[1]}")
 

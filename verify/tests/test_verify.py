@@ -1,5 +1,6 @@
 """verify names the step, parameter and cause of a difference in records of small loops, forked from one process."""
 import copy
+import functools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, rep
 import verify
 from verify.comparing import LIMITS, Failure, compare_runs, filled, float64_fails, printed_differ, unequal_steps
 from verify.digests import digest, find_parts, marks
+from verify.draws import Draws
 from verify.explaining import CAUSES as KNOWN
 from verify.explaining import (
     Difference,
@@ -28,9 +30,18 @@ from verify.explaining import (
     unchanged,
     unmatched,
 )
-from verify.modules import Modules
+from verify.modules import Modules, tensors_of
 from verify.precision import widened
-from verify.recording import Recorder, digest_if_known, from_parameters, only_creates_state, options_of
+from verify.recording import (
+    MISSING,
+    REACHED,
+    UNREACHED,
+    Recorder,
+    digest_if_known,
+    from_parameters,
+    only_creates_state,
+    options_of,
+)
 from verify.records import (
     INPUTS,
     LEAVES,
@@ -300,13 +311,24 @@ def test_passes_that_only_pass_cached_gradients_back_have_no_losses(losses, caus
 @pytest.mark.parametrize(("divisors", "cause"), [
     ((3.0, 4.0), "uneven-mean"), ((3.5, 3.5), "loss"), ((3.0, 5.0), "loss")])
 def test_a_divisor_of_each_rank_is_named_with_its_line(divisors, cause):
-    a, b = differing({"losses": [3.0], "divisors": [[1, 7.0, "a.py:2"]]}, *[
-        {"losses": [5.0], "divisors": [[1, divisor, "b.py:3"]]} for divisor in divisors])
+    a, b = differing({"losses": [3.0], "divisors": [["() 1", [7.0], "a.py:2"]]}, *[
+        {"losses": [5.0], "divisors": [["() 1", [divisor], "b.py:3"]]} for divisor in divisors])
     for state in a.states(0) + b.states(0):
         state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
     report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, a, b)
     assert report["cause"] == cause, report
     assert ("divide by 3, 4 (b.py:3), and A by 7" in report["message"]) == (cause == "uneven-mean"), report
+
+
+@pytest.mark.parametrize(("second", "cause"), [([4.0, -2.0], "uneven-mean"), ([4.0, -3.0], "loss")])
+def test_a_vector_that_divides_such_as_the_sizes_in_a_dice_loss_is_compared_as_a_sum(second, cause):
+    a, b = differing({"losses": [3.0], "divisors": [["(3,) 1", [7.0, 1.0], "a.py:2"]]}, *[
+        {"losses": [5.0], "divisors": [["(3,) 1", sums, "b.py:3"]]} for sums in ([3.0, 3.0], second)])
+    for state in a.states(0) + b.states(0):
+        state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
+    report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, a, b)
+    said = "divide by vectors whose sums are 3, 4 (b.py:3), and A by vectors whose sums are 7" in report["message"]
+    assert (report["cause"], said) == (cause, cause == "uneven-mean"), report
 
 
 def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
@@ -425,7 +447,7 @@ def test_a_group_of_gradients_with_another_factor_is_named(clip, said):
 
 def test_an_answer_says_which_gradients_agree():
     said = compare_runs(*differing({}, batch(1.0), batch(2.0)))["message"]
-    assert "but different gradients; 1 of 2 differ, such as that of v, but not that of w; or a term of the loss that is 0" in said
+    assert "but different gradients; 1 of 2 differ, such as that of v, but not that of w; or a term of the loss" in said
 
 
 @pytest.mark.parametrize(("targets", "loader", "cause"), [
@@ -1157,8 +1179,9 @@ def test_what_divides_a_loss_has_its_number_and_its_line():
         loss = first + (x / torch.ones(3)).sum() / 2
     modules, line = Modules(), first.grad_fn.metadata["traceback_"][-1].split("line ")[1].split(",")[0]
     modules.constants(loss)
-    assert sorted(modules.divisors) == [[number, value, f"test_verify.py:{int(line) + later}"] for number, value, later
-                                        in ((1, 4.0, 0), (2, 2.0, 1))]
+    found = [[which, [round(value, 6) for value in sums], int(place.split(":")[1]) - int(line)]
+             for which, sums, place in modules.divisors]
+    assert sorted(found) == [["() 1", [4.0], 0], ["() 2", [2.0], 1], ["(3,) 1", [3.0, -1.248081], 1]], found
 
 
 @pytest.mark.parametrize(("change", "flat"), [
@@ -1664,6 +1687,39 @@ def test_a_state_that_a_model_returns_and_takes_again_is_no_sample():
         samples.carry([torch.ones(2, 5), state])
         assert samples.calls[-1].inputs[0] is x and samples.carries(state.detach()) and not samples.carries(x)
     assert [len(call.inputs) for call in samples.calls] == [2, 1, 1]
+
+
+def test_a_state_that_the_last_call_has_returned_is_named_as_the_origin_of_an_input():
+    recorder = SimpleNamespace(depth=0, native=True, resting=(), optimized=set(), shows=lambda: True, draws=Draws(),
+                               samples=Samples(None), modules=Modules())
+    recorder.origin = functools.partial(Recorder.origin, recorder)
+    layer, found = torch.nn.RNN(4, 3), []
+    _, state = Recorder.call(recorder, torch.nn.RNN.forward, layer, torch.ones(2, 4))
+    for given in (torch.zeros(1, 3), state.detach()):
+        recorder.modules.computed = {}
+        _, state = Recorder.call(recorder, torch.nn.RNN.forward, layer, torch.ones(2, 4), given)
+        found += [[*recorder.modules.computed.values()]]
+    assert found == [[], []], "the state of the call before the last one"
+    Recorder.call(recorder, torch.nn.RNN.forward, layer, torch.ones(2, 4), state.detach())
+    assert recorder.modules.computed == {"RNN": "a part of which the last call has returned, such as a state"}
+
+
+@pytest.mark.parametrize(("backwards", "joins", "reach"), [(0, False, REACHED), (0, True, UNREACHED),
+                                                           (1, False, UNREACHED)])
+def test_a_gradient_that_a_program_sets_without_backward_counts_as_reached(backwards, joins, reach):
+    """An optimizer that joins another one steps after the same backward pass."""
+    one, two = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    one.grad = torch.ones(2)
+    recorder = SimpleNamespace(parameters=[one, two], backwards=backwards, joins=joins, hooked={id(one): one},
+                               reached=set())
+    assert Recorder.reaches(recorder) == [reach, MISSING]
+
+
+def test_the_rows_that_vmap_maps_over_are_samples():
+    seen, x = [], torch.arange(12.0).reshape(3, 4)
+    gradient = torch.func.grad(lambda row: (seen.extend(tensors_of([row])), row.sum())[1])
+    torch.func.vmap(gradient, 1)(x)
+    assert seen[0].equal(x.T)
 
 
 def test_only_the_loaders_that_differ_are_compared():
