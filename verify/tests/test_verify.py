@@ -173,6 +173,17 @@ def test_a_draw_is_named_and_a_slice_is_not_taken_for_an_output_that_differs(rec
     assert not first_value(right, cut, 0)
 
 
+@pytest.mark.parametrize(("losses", "said"), [([1.0], True), ([], False)])
+@pytest.mark.parametrize(("factor", "cause"), [(0.7123, "clip"), (0.5, "scale")])
+def test_equal_losses_are_evidence_only_if_there_are_losses(losses, said, factor, cause):
+    runs = [made(label, *[[("w", [2], [0.0] * 3, [size] * 3, [1.0] * 3)]] * ranks)
+            for label, size, ranks in (("A", 1.0, 1), ("B", factor, 2))]
+    for state in runs[0].states(0) + runs[1].states(0):
+        state["losses"] = losses
+    report = compare_runs(*runs)
+    assert report["cause"] == cause and ("equal losses" in report["message"]) == said, report
+
+
 def test_noise_that_each_rank_adds_to_gradients_by_hand_is_random(records):
     folders = [records / name for name in ("each sample on 1", "each sample, other noise on 2")]
     report = verify.compare(*folders)
@@ -238,6 +249,27 @@ def test_what_changes_gradients_by_hand_is_told_from_the_backward_pass(records, 
     assert report["cause"] == before and report["message"].startswith("not sure: ")
     report = trace(report, *map(Run.read, folders, "AB"))
     assert report["cause"] == after and report["message"].startswith(said), report
+
+
+@pytest.mark.parametrize(("kind", "cause"), [("torch", "random"), ("torch, loader", "clip")])
+def test_noise_after_the_backward_pass_is_random(records, kind, cause):
+    folders = [records / "sharded on 1", records / "sharded, clipped per rank on 2"]
+    report, runs = verify.compare(*folders), [Run.read(folder, label) for folder, label in zip(folders, "AB")]
+    for found, size in zip(runs, (1.0, 2.0)):
+        for state in found.at(0)[0]:
+            state["sites"] = [[f"a.py:7 ({kind})", 8, size, size]]
+    found = trace(report, *runs)
+    assert found["cause"] == cause and (f"numbers in this step, a.py:7 ({kind}): " in found["message"]) == (
+        cause == "random"), found
+
+
+@pytest.mark.parametrize(("losses", "part"), [
+    ([], "loss, or what the program makes of its gradients,"), ([1.0], "backward pass")])
+def test_without_a_loss_the_gradients_may_differ_for_any_reason(losses, part):
+    state = {"losses": losses, "passed": [["output", "Net", True, 4, 8, 1.0, 1.0]]}
+    runs = differing(state, state)
+    found = trace({**compare_runs(*runs), "cause": "unknown"}, *runs)
+    assert f"the outputs of all modules agree, so the {part} differs" in found["message"], found
 
 
 @pytest.mark.parametrize(("way", "known"), [("right", True), ("cut by hand", False)])
