@@ -96,6 +96,7 @@ class Recorder:
         self.weights = []  # those of classes in losses: [what, digest]
         self.reached_by = []  # for each backward pass, the numbers of the optimizers whose parameters it has reached
         self.graphs = 0  # how many gradients were computed with create_graph=True, such as those of a penalty
+        self.taken = [], [], {}  # by torch.autograd.grad: of the optimizers' parameters: losses, counts, gradients
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
         self.modules.places, self.modules.divisors, self.modules.computed = {}, [], {}
@@ -199,23 +200,37 @@ class Recorder:
                 self.counted += weight_of(named["target"], named[name], ignored)
         return function(*args, **more)
 
-    def grad(self, function, *args, **more):
-        if not torch._C._len_torch_function_stack():  # a mode, such as that of draws.py, calls it again
-            self.graphs += bool(args[4] if len(args) > 4 else more.get("create_graph"))
-        return function(*args, **more)
+    def grad(self, function, outputs, inputs, *args, **more):
+        """Note what torch.autograd.grad computes for parameters. It counts if the step has no backward()."""
+        if torch._C._len_torch_function_stack():  # a mode, such as that of draws.py, calls it again
+            return function(outputs, inputs, *args, **more)
+        self.graphs += bool(args[2] if len(args) > 2 else more.get("create_graph"))
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+        taken = not backward_runs() and any(id(item) in self.hooked for item in inputs)
+        losses, counts, gradients = self.taken
+        if taken:
+            self.note_losses(outputs, losses, counts)
+        found = function(outputs, inputs, *args, **more)
+        for item, grad in zip(inputs, found) if taken and self.shows() else ():
+            if grad is not None:
+                gradients[id(item)] = gradients.get(id(item), 0) + grad.detach()
+        return found
 
-    def backward(self, function, tensors, *args, **more):
-        if backward_runs():  # activation checkpointing calls backward inside another backward
-            return function(tensors, *args, **more)
+    def note_losses(self, tensors, losses, counts):
         for loss in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:  # others are a pipeline's activations
                 self.loss = id(loss)
                 if self.shows():
                     self.modules.constants(loss)
-                self.losses.append(dense(loss).sum())
-                self.counts.append(sum(self.counted, []))
+                losses.append(dense(loss).sum())
+                counts.append(sum(self.counted, []))
                 self.counted = []
                 self.flags.add(str(loss.dtype))
+
+    def backward(self, function, tensors, *args, **more):
+        if backward_runs():  # activation checkpointing calls backward inside another backward
+            return function(tensors, *args, **more)
+        self.note_losses(tensors, self.losses, self.counts)
         self.flags |= {"random"} if self.draws.drawn() else set()
         self.backwards += 1
         self.computed = {}
@@ -331,6 +346,10 @@ class Recorder:
             number = [*self.tables, optimizer].index(optimizer)
             names = self.modules.find(self.parameters, self.optimized)
             self.tables[optimizer] = key, *self.tabulate(number, names)
+        if not self.backwards and not self.joins:
+            self.samples.backward()
+            self.losses, self.counts, self.computed = self.taken
+            self.flags |= {"random"} if self.draws.drawn() else set()
         self.samples.settle()  # an optimizer may step inside the backward pass
         self.look_at_files()
         if self.saves:

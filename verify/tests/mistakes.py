@@ -34,7 +34,8 @@ MISTAKES = [
     "fused", "gathered loss", "lists", "lists, half of a batch", "lists, padding read", "rows by hand, from a buffer",
     "batchnorm without backward", "joined", "joined, own mean", "joined, half of a batch",
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
-    "two loaders, one order", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
+    "two loaders, one order", "two loaders, taken", "two loaders, taken, one order", "two loaders, taken, own mean",
+    "two loaders, taken, half of it", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
     "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
     "flat", "flat, decayed", "flat, not sent", "averaged in a hook", "each sample",
@@ -182,7 +183,7 @@ def train_on_two_loaders(mistake, rank, world):
     """Two tasks, each with a loader of its own: classes, and numbers of which some are missing (NaN)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    wrapped = DistributedDataParallel(model) if world > 1 else model
+    wrapped = DistributedDataParallel(model) if world > 1 and "taken" not in mistake else model
     numbers = torch.randn(24, generator=torch.Generator().manual_seed(3))
     numbers[::3] = torch.nan
     sets = [TensorDataset(torch.randn(len(labels), 4, generator=torch.Generator().manual_seed(2)), labels)
@@ -203,7 +204,16 @@ def train_on_two_loaders(mistake, rank, world):
                 dist.all_reduce(count)
                 count = count / world
             error = torch.where(known, out[len(x):, 0] - target.nan_to_num(), 0.0).square().sum() / count
-            (nn.functional.cross_entropy(out[:len(x)], y) + error).backward()
+            loss = nn.functional.cross_entropy(out[:len(x)], y) + error
+            if "taken" in mistake:
+                for item, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):
+                    item.grad = grad
+                    if world > 1:
+                        dist.all_reduce(grad)
+                        grad /= world
+                        grad[:1] *= 0.7 if "half" in mistake else 1.0
+            else:
+                loss.backward()
             optimizer.step()
 
 

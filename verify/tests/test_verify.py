@@ -81,15 +81,16 @@ CAUSES = {
     "lists, half of a batch": "samples", "lists, padding read": "uneven-mean", "rows by hand, from a buffer": "buffers",
     "batchnorm without backward": "no-backward", "joined, own mean": "uneven-mean", "joined, half of a batch": "loss",
     "augmented, no set_epoch": "set-epoch", "two loaders, own mean": "uneven-mean",
-    "two loaders, one order": "set-epoch", "penalty, constant": "no-gradient", "sharded, not reduced": "no-gradient",
-    "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
+    "two loaders, one order": "set-epoch", "two loaders, taken, one order": "set-epoch",
+    "two loaders, taken, own mean": "uneven-mean", "penalty, constant": "no-gradient",
+    "sharded, not reduced": "no-gradient", "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
     "weighted, own median": "evaluation", "weighted, taught": "evaluation", "flat, decayed": "optimizer",
     "flat, not sent": "optimizer", "each sample, one dropped": "batch-size"}
 STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "owned by ranks, gradients kept": 2,
          "average of one epoch": 7,
          "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
-         "two loaders, own mean": 5}
+         "two loaders, own mean": 5, "two loaders, taken, one order": 7, "two loaders, taken, own mean": 5}
 
 WATCHED = {"right": None, "rows by hand": None, "cut by hand": None, "batchnorm": None, "weights of each rank": "start",
            "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr", "no set_epoch": "set-epoch",
@@ -124,10 +125,10 @@ def test_every_cause_has_a_mistake_that_shows_it():
 @pytest.mark.parametrize("way", ["right", "16 bits in the step", "rows by hand", "average", "owned by ranks",
                                  "batchnorm at rest", "fused", "cut by hand", "cut by hand, packed",
                                  "cut by hand, replicated", "lists", "joined", "augmented", "two loaders",
-                                 "penalty", "scaled", "sharded", "weighted", "flat", "averaged in a hook",
-                                 "each sample"])
+                                 "two loaders, taken", "penalty", "scaled", "sharded", "weighted", "flat",
+                                 "averaged in a hook", "each sample"])
 def test_two_ranks_train_the_model_of_one(records, way):
-    one = "right" if "cut" in way or way in ("owned by ranks", "flat", "averaged in a hook") else way
+    one = "right" if "cut" in way or way in ("owned by ranks", "flat", "averaged in a hook") else way.split(",")[0]
     ranks = 4 if "replicated" in way else 2
     report = verify.compare(records / f"{one} on 1", records / f"{way} on {ranks}")
     assert (report["verdict"], report["steps"], report["ranks"]) == ("same", [12, 12], [1, ranks])
@@ -242,9 +243,10 @@ def test_the_values_of_the_step_say_more(records, mistake, start, said):
 
 @pytest.mark.parametrize(("mistake", "before", "after", "said"), [
     ("sharded, clipped per rank", "no-backward", "clip", "not sure: the gradients agree after the last"),
+    ("two loaders, taken, half of it", "no-backward", "clip", "not sure: the gradients agree after the last"),
     ("sharded, half clipped", "clip", "scale", "after the last backward pass, the gradients of B are 0.5 times")])
 def test_what_changes_gradients_by_hand_is_told_from_the_backward_pass(records, mistake, before, after, said):
-    folders = [records / "sharded on 1", records / f"{mistake} on 2"]
+    folders = [records / f"{mistake.partition(',')[0]} on 1", records / f"{mistake} on 2"]
     report = verify.compare(*folders)
     assert report["cause"] == before and report["message"].startswith("not sure: ")
     report = trace(report, *map(Run.read, folders, "AB"))
@@ -350,6 +352,17 @@ def test_a_divisor_of_each_rank_is_named_with_its_line(divisors, cause):
     report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, a, b)
     assert report["cause"] == cause, report
     assert ("divide by 3, 4 (b.py:3), and A by 7" in report["message"]) == (cause == "uneven-mean"), report
+
+
+def test_divisors_that_the_ranks_of_both_runs_have_differ_rightly():
+    states = [{"losses": [loss], "divisors": [["() 1", [divisor], "a.py:2"]]}
+              for loss, divisor in ((3.0, 3.0), (5.0, 4.0))]
+    runs = [made(label, *[[("w", [3], [1.0] * 3, [size] * 3, [1.0] * 3)]] * 2)
+            for label, size in (("A", 1.0), ("B", 2.0))]
+    for state, change in zip(runs[0].states(0) + runs[1].states(0), states * 2):
+        state |= change | {"passed": [["output", "Net", True, 4, 8, 1.0, 1.0]]}
+    report = {"step": 1, "cause": "loss", "message": "not sure: evidence"}
+    assert trace(report, *runs)["cause"] == "loss"
 
 
 @pytest.mark.parametrize(("second", "cause"), [([4.0, -2.0], "uneven-mean"), ([4.0, -3.0], "loss")])
