@@ -111,9 +111,9 @@ def test_the_index_lists_each_pitfall_once_with_its_present_title():
 def test_the_page_shows_each_pitfall_below_its_symptom():
     text, traps = (DOCS / "pitfalls/README.md").read_text(), texts.read_traps(DOCS / "pitfalls", MUTATIONS)
     shown = build_page._prose("pitfalls/README.md", texts.by_symptom(text, traps), DOCS, set(traps))
-    order = re.findall(r'<article id="(.+?)"|<h3 id="pitfalls-(.+?)"', shown)
-    assert order == [(name, texts.slug(symptom)) for name, symptom in re.findall(
-        r"^(?:- \[([A-Z]\d+) .*|## (.+))$", text, re.M)]
+    order = re.findall(r'<(?:article|h3) id="(?:pitfalls-)?(.+?)"', shown)
+    assert order == [name or texts.slug(heading) for name, heading in re.findall(
+        r"^(?:- \[([A-Z]\d+) .*|###? (.+))$", text, re.M)]
     assert '<a href="#E16">' in build_page._prose("pitfalls/x.md", "[a](saving.md#e16-one)", DOCS, {"E16"})
     assert '<a href="errors.md#a">' in build_page._prose("pitfalls/x.md", "[a](../errors.md#a)", DOCS, set())
     for broken in ("../nowhere.md", "saving.md#e99-what", "README.md#it-does-not-stop"):

@@ -211,7 +211,7 @@ def _prose(name: str, text: str, docs: Path, traps: set[str]) -> str:
 
     rendered = texts.render(re.sub(r"\A# .+\n", "", text), identify, link, picture)
     known = {"pitfalls", "how-it-works", *traps, *(part for part, *_ in read_parts(docs / "how-it-works.md")),
-             *map(identify, re.findall(r"^## (.+)", text, re.M))}
+             *map(identify, re.findall(r"^###? (.+)", text, re.M))}
     for anchor in re.findall(r'href="#([^"]+)"', rendered):
         if anchor not in known:
             raise texts.TextError(f"{name}: broken link: #{anchor}")
