@@ -41,7 +41,7 @@ def test_the_first_five_results_contain_the_answer(chinese, least):
     ("Can not load checkpoint trained by multi-GPU", "docs/pitfalls/saving.md#e5-every-key-begins-with-module"),
     ("Multi GPU takes longer", "docs/pitfalls/README.md#it-is-slow"),
     ("Raise an error in validation with multi GPU training", "docs/pitfalls/README.md#it-hangs-in-validation"),
-    ("how to train on a gpu other than gpu 0", "docs/pitfalls/README.md#it-does-not-start"),
+    ("how to train on a gpu other than gpu 0", "docs/pitfalls/README.md#other-gpus-than-the-chosen-ones-work"),
     ("multi-GPU decoding", "docs/your-own-loop.md#a-metric-that-is-not-a-sum"),
     ("distributed validate", "docs/pitfalls/data.md#d2-accuracy-depends-on-the-number-of-processes"),
 ])
