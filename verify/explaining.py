@@ -534,8 +534,10 @@ def reweighted(diff):
     for side, other in diff.orders if not diff.same_loss else ():
         every, counts, factors = parts_of_mean(side.states)
         for weights, losses in grouped(counts, every, len(side.states)):
-            mean = sum(x * y for x, y in zip(weights, losses)) / (sum(weights) or math.nan)
-            if any(math.isclose(factor * mean, other.mean, rel_tol=EQUAL) for factor in factors):
+            whole = sum(x * y for x, y in zip(weights, losses))
+            means = [factor * whole / (sum(weights) or math.nan) for factor in factors]
+            if math.isclose(whole, other.loss, rel_tol=EQUAL) or any(
+                    math.isclose(mean, other.mean, rel_tol=EQUAL) for mean in means):
                 return (f"{mean_losses(diff)}; {len(weights)} losses of {side.label}, weighted by the counts "
                         f"{', '.join(f'{value:g}' for value in weights[:8])}, give the other run's loss")
 
@@ -572,14 +574,14 @@ def parts_of_mean(states):
     The program may also have divided the losses by the factors: the numbers of ranks, of micro-batches, or of both.
     """
     losses = [loss for state in states for loss in state["losses"]]
-    counts = [found for state in states for found in state["counts"]]
+    kinds = [[found for state in states for found in state["counts"]]]  # of targets, and of all parts of the batches
     each = max(len(states[0]["batches"]) // max(len(states[0]["losses"]), 1), 1)  # from so many loaders comes a loss
     if all(len(state["batches"]) == each * len(state["losses"]) for state in states):
-        batches = [sum((found for batch in state["batches"][number * each:][:each] for found in batch[1]), [])
-                   for state in states for number in range(len(state["losses"]))]
-        counts = [[*one, *two] for one, two in zip(counts, batches)] if counts else batches
+        kinds.append([sum((found for batch in state["batches"][number * each:][:each] for found in batch[1]), [])
+                      for state in states for number in range(len(state["losses"]))])
+    counts = [column for found in kinds if len({*map(len, found)}) == 1 for column in zip(*found)]
     parts = [len(states), max(len(state["losses"]) for state in states)]
-    return losses, [*zip(*counts)] if len({*map(len, counts)}) == 1 else [], {1, *parts, math.prod(parts)}
+    return losses, counts, {1, *parts, math.prod(parts)}
 
 
 def labels(diff):

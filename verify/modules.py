@@ -44,8 +44,9 @@ class Modules:
         trained = [module for module in outermost if any(id(item) in optimized for item in module.parameters())]
         if parameters and not trained:  # flat shards, or a program without modules
             trained = [module for module in outermost if any(item.requires_grad for item in module.parameters())]
+        parts = [shapes_of(part) for module in trained for part in module.modules()]  # such as a student
         averages = [module for module in outermost if module not in trained and shapes_of(module)
-                    and shapes_of(module) in map(shapes_of, trained)]
+                    and shapes_of(module) in parts]
         found = {id(item): (f"{'buffer' if module in trained else 'other buffer'} {plain(name)}", item)
                  for module in outermost for name, item in module.named_buffers()}
         found |= {id(item): (f"{WEIGHT}{plain(name)}", item) for module in trained  # that other ranks update

@@ -29,8 +29,8 @@ from .samples import Samples, counts_of, weight_of
 
 COLLECTIVES = ("all_reduce all_gather all_gather_into_tensor all_to_all all_to_all_single broadcast gather reduce "
                "reduce_scatter reduce_scatter_tensor scatter").split()
-CRITERIA = ("binary_cross_entropy binary_cross_entropy_with_logits cross_entropy kl_div l1_loss mse_loss nll_loss "
-            "smooth_l1_loss").split()
+CRITERIA = ("binary_cross_entropy binary_cross_entropy_with_logits cross_entropy ctc_loss gaussian_nll_loss huber_loss "
+            "kl_div l1_loss mse_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss").split()
 CLASS_WEIGHTS = {"binary_cross_entropy_with_logits": "pos_weight", "cross_entropy": "weight", "nll_loss": "weight"}
 MISSING, UNREACHED, REACHED = range(3)  # a gradient that is None; that autograd has not reached in this step; others
 PROBES = 4  # how many of an optimizer's parameters to compare before its step, too: the smallest ones

@@ -883,6 +883,27 @@ def test_losses_that_are_divided_by_the_count_of_a_rank_or_a_micro_batch_are_nam
     assert report["cause"] == "uneven-mean" and f"weighted by the counts {said}, give" in report["message"], report
 
 
+@pytest.mark.parametrize(("whole", "cause"), [(16.0, "uneven-mean"), (17.0, "loss")])
+def test_losses_that_are_divided_by_their_counts_may_add_up_to_a_loss_that_is_not(whole, cause):
+    """Such as that of a program that divides the gradients later. One batch has a part whose rows are not samples."""
+    b = [batch(float(count)) | {"losses": [loss], "counts": [[count] * 4]} for count, loss in ((2, 3.0), (4, 2.5))]
+    b[1]["batches"][0][1] = [[9] * 4]
+    report = compare_runs(*differing(batch(2.0, 4.0) | {"losses": [whole]}, *b))
+    assert report["cause"] == cause and ("weighted by the counts 2, 4, give" in report["message"]) == (
+        cause == "uneven-mean"), report
+
+
+def test_a_copy_of_a_part_of_the_model_is_an_average_of_it():
+    teacher, student = torch.nn.Linear(2, 3), torch.nn.Linear(2, 2)
+    model = torch.nn.ModuleDict({"teacher": teacher.requires_grad_(False), "student": student})
+    average, other = copy.deepcopy(student), torch.nn.Linear(3, 2)
+    modules, parameters = Modules(), [*student.parameters()]
+    modules.find(parameters, {*map(id, parameters)})
+    found = {id(item): name for name, item in modules.unoptimized}
+    names = [found.get(id(part.weight)) for part in (average, other, model["teacher"])]
+    assert names == ["average of weight", None, None]
+
+
 PASSED = [["input", "Net", True], ["input (integers)", "Net", True], ["input (integers)", "layer", False],
           ["output", "layer", False], ["output", "Net", True], ["input", "Loss", True]]
 
