@@ -1781,6 +1781,20 @@ def test_a_gradient_that_a_program_sets_without_backward_counts_as_reached(backw
     assert Recorder.reaches(recorder) == [reach, MISSING]
 
 
+def test_gradients_that_are_taken_for_parameters_are_added_up_and_an_iterator_is_not_used_up():
+    w, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+    recorder = SimpleNamespace(hooked={id(w): w}, graphs=0, taken=([], [], {}), shows=lambda: True, flags=set(),
+                               counted=[], modules=Modules(), loss=None)
+    recorder.note_losses = functools.partial(Recorder.note_losses, recorder)
+    for factor in (1, 2):
+        found = Recorder.grad(recorder, torch.autograd.grad, (factor * w * b).sum(), iter([w, b]))
+        assert len(found) == 2
+    losses, _, gradients = recorder.taken
+    assert [*map(float, losses)] == [2.0, 4.0] and [gradients[id(item)].tolist() for item in (w, b)] == [[3.0, 3.0]] * 2
+    Recorder.grad(recorder, torch.autograd.grad, (w * b).sum(), b)
+    assert len(losses) == 2, "b is no parameter of an optimizer"
+
+
 def test_the_rows_that_vmap_maps_over_are_samples():
     seen, x = [], torch.arange(12.0).reshape(3, 4)
     gradient = torch.func.grad(lambda row: (seen.extend(tensors_of([row])), row.sum())[1])
