@@ -11,10 +11,8 @@ def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
     step, cause, message = report["step"] - 1, report["cause"], report["message"]
     value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
-    if cause != "not-averaged" and (answer := before_changes(a, b, step, cause)):
+    if cause != "not-averaged" and (answer := before_changes(a, b, step, cause, draws)):
         cause, fact = answer
-        if fact.startswith(UNSURE) and (drawn := without_innocent(draws, a, b, step, (), cause)) and cause == "clip":
-            cause, fact = "random", f"the program draws other random numbers in this step, {', '.join(drawn[:3])}"
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
@@ -50,7 +48,7 @@ def trace(report, a, b):
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
     fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
     if draws and not in_model and (unclear or cause == "random" or fallback):
-        one, two = samples_of(a, b, step)
+        one, two = samples_of_both(a, b, step)
         cause = "samples" if value or not equal(one, two) else "random"  # no value that a module has differs
         fact = fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
@@ -103,7 +101,7 @@ def without_innocent(draws, a, b, step, value, cause):
     """Leave out draws that differ without effect, such as a shuffle of each rank's own share, if samples are equal."""
     if cause != "start":  # then initial weights are equal
         draws = [site for site in draws if not ("(torch." in site and site.endswith(", at the start)"))]
-    one, two = samples_of(a, b, step)
+    one, two = samples_of_both(a, b, step)
     if not one or not equal(one, two):
         return draws
     innocent = [", loader)"]
@@ -115,12 +113,12 @@ def without_innocent(draws, a, b, step, value, cause):
     return [site for site in draws if not site.endswith(tuple(innocent))]
 
 
-def samples_of(a, b, step):
+def samples_of_both(a, b, step):
     """Return the samples that A and B read in a step, sorted."""
     return [read_once(run, step, len(other.samples(step))) for run, other in ((a, b), (b, a))]
 
 
-def before_changes(a, b, step, cause):
+def before_changes(a, b, step, cause, draws):
     """Return the cause and the evidence if the gradients after the last backward pass tell them, else None.
 
     The program may have changed these gradients before the step. If they agree, this change differs; if they do not,
@@ -128,6 +126,8 @@ def before_changes(a, b, step, cause):
     """
     pairs = after_backward(a, b, step)
     if pairs and worst(pairs, "grad")[0] < EQUAL:
+        if drawn := without_innocent(draws, a, b, step, (), cause):  # such as noise that is added to the gradients
+            return "random", f"the program draws other random numbers in this step, {', '.join(drawn[:3])}"
         return "clip", (UNSURE + "the gradients agree after the last backward pass, so what changes them before the "
                         "step differs, such as averaging, clipping or scaling by hand")
     if pairs and cause == "clip":

@@ -33,6 +33,7 @@ from verify.explaining import (
 from verify.modules import Modules, tensors_of
 from verify.precision import widened
 from verify.recording import (
+    CRITERIA,
     MISSING,
     REACHED,
     UNREACHED,
@@ -1793,6 +1794,15 @@ def test_gradients_that_are_taken_for_parameters_are_added_up_and_an_iterator_is
     assert [*map(float, losses)] == [2.0, 4.0] and [gradients[id(item)].tolist() for item in (w, b)] == [[3.0, 3.0]] * 2
     Recorder.grad(recorder, torch.autograd.grad, (w * b).sum(), b)
     assert len(losses) == 2, "b is no parameter of an optimizer"
+
+
+def test_the_targets_of_all_losses_are_counted_whose_second_argument_they_are():
+    known = {name for name, function in vars(torch.nn.functional).items() if hasattr(function, "__code__")
+             and function.__code__.co_varnames[1:2] in (("target",), ("targets",)) and "reduction" in (
+                 function.__code__.co_varnames[:function.__code__.co_argcount])}
+    of_margins = {"hinge_embedding_loss", "multi_margin_loss", "multilabel_margin_loss",
+                  "multilabel_soft_margin_loss"}  # these are rare
+    assert known - of_margins <= {*CRITERIA}
 
 
 def test_the_rows_that_vmap_maps_over_are_samples():
