@@ -11,9 +11,12 @@ def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
     step, cause, message = report["step"] - 1, report["cause"], report["message"]
     value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
-    if cause != "not-averaged" and (answer := before_changes(a, b, step, cause, draws)):
+    change = changed_on_ranks if cause == "not-averaged" else before_changes
+    if answer := change(a, b, step, cause, draws):
         cause, fact = answer
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
+    if cause == "not-averaged" and not message.startswith(UNSURE):
+        return report
     kind, module, place = value or ("", "", None)
     is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
     origin = next((state["computed"][module] for run in (a, b) for state in run.at(step)[0]
@@ -133,6 +136,31 @@ def before_changes(a, b, step, cause, draws):
     if pairs and cause == "clip":
         cause, fact = Difference(a, b, step, "grad", pairs).explain()
         return cause, UNSURE * fact.startswith(UNSURE) + f"after the last backward pass, {fact.removeprefix(UNSURE)}"
+
+
+def changed_on_ranks(a, b, step, cause, draws):
+    """Return the cause and the evidence if the ranks differ in how they change gradients after the last backward pass.
+
+    Then no tensor has equal gradients on all ranks, and at least one rank does more than to scale them.
+    """
+    drawn = [site for site in without_innocent(draws, a, b, step, (), cause) if ", module " not in site]
+    for run in (run for run in (b, a) if len(run.ranks) > 1):
+        ranks = [[row for row in state["rows"] if row.grad[0]] for state in run.at(step)[0]]
+        groups = [*zip(*ranks)]
+        equal_now = [equal(row.grad, rows[0].grad) for rows in groups for row in rows[1:]]
+        if not groups or any(equal_now) or len({*map(len, ranks)}) > 1 or not all(
+                row.computed for rows in ranks for row in rows):
+            continue
+        if all(common_factor([(row._replace(grad=row.computed), row) for row in rows])[1] < EQUAL for rows in ranks):
+            continue  # they are only scaled, as by a clip
+        if drawn:
+            return "random", (f"the ranks of {run.label} change their gradients after the last backward pass, and the "
+                              f"program draws other random numbers in this step, {', '.join(drawn[:3])}")
+        if all(equal(row.computed, rows[0].computed) for rows in groups for row in rows):
+            return "clip", (f"{UNSURE}the ranks of {run.label} have equal gradients after the last backward pass, so "
+                            "something changes them on each rank before the step, such as a clip by hand")
+        return cause, (f"{UNSURE}the ranks of {run.label} have different gradients after the last backward pass, and "
+                       "something other than an average changes them before the step, such as a clip by hand")
 
 
 def after_backward(a, b, step):

@@ -39,7 +39,7 @@ MISTAKES = [
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
     "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
     "flat", "flat, decayed", "flat, not sent", "averaged in a hook", "each sample",
-    "each sample, one dropped", "each sample, other noise"]
+    "each sample, one dropped", "each sample, other noise", "noise on gradients"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
@@ -327,7 +327,7 @@ def train(mistake, rank, world):
         model.register_buffer("seen", torch.zeros(4))
     if mistake == "right":
         gc.freeze()  # a program may do this to start its workers faster: verify finds the model all the same
-    g = torch.Generator().manual_seed(2)
+    noise, g = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(2)
     kind = Augmented if "augmented" in mistake else TensorDataset
     data = kind(torch.randn(48, 4, generator=g), torch.randint(3, (48,), generator=g),
                 torch.arange(48).remainder(5).add(1).double())
@@ -428,6 +428,9 @@ def train(mistake, rank, world):
             if mistake == "parts of a gradient":
                 for parameter in (*model.parameters(),)[1:]:
                     dist.all_reduce(parameter.grad)
+            if mistake == "noise on gradients":
+                for parameter in model.parameters():
+                    parameter.grad += torch.randn(parameter.shape, generator=noise)
             if "clip" in mistake:
                 grads = [parameter.grad for parameter in model.parameters()]
                 nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, nn.utils.get_total_norm(grads))
@@ -504,7 +507,8 @@ if __name__ == "__main__":
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists", "each sample",
              "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
-             "penalty", "scaled", "sharded", "weighted", "weighted, taught", "rows by hand, points"}  # also on one
+             "noise on gradients", "penalty", "scaled", "sharded", "weighted", "weighted, taught",
+             "rows by hand, points"}  # also on one
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

@@ -266,6 +266,36 @@ def test_noise_after_the_backward_pass_is_random(records, kind, cause):
         cause == "random"), found
 
 
+@pytest.mark.parametrize(("after", "drawn", "cause", "said"), [
+    ("averaged", True, "random", "the ranks of B change their gradients after the last backward pass, and the program"),
+    ("averaged", False, "clip", "not sure: the ranks of B have equal gradients after the last backward pass"),
+    ("own", True, "random", "the ranks of B change their gradients after the last backward pass, and the program"),
+    ("own", False, "not-averaged", "not sure: the ranks of B have different gradients after the last backward pass"),
+    ("scaled", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper"),
+    ("one averaged", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper"),
+    ("unknown", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper")])
+def test_what_each_rank_does_to_averaged_gradients_is_not_a_missing_average(records, after, drawn, cause, said):
+    """Each rank adds its own noise to the gradients that DDP has averaged."""
+    folders = [records / f"noise on gradients on {world}" for world in (1, 2)]
+    report, runs = verify.compare(*folders), [Run.read(folder, label) for folder, label in zip(folders, "AB")]
+    assert report["cause"] == "not-averaged", report
+    states = runs[1].at(0)[0]
+    for rank, row in ((rank, row) for rank, state in enumerate(states) for row in state["rows"]):
+        if after == "own":
+            row.computed[:] = [value + rank for value in row.computed]
+        if after == "scaled":
+            row.computed[:] = [2.0 * value for value in row.grad]
+    if after == "one averaged":
+        states[1]["rows"][0].grad[:] = states[0]["rows"][0].grad
+    if after == "unknown":
+        states[1]["rows"][0] = states[1]["rows"][0]._replace(computed=None)
+    for state in (*runs[0].at(0)[0], *states):
+        state["sites"] *= drawn
+    found = trace(report, *runs)
+    assert found["cause"] == cause and found["message"].startswith(said), found
+    assert bool(re.search(r"in this step, mistakes\.py:\d+ \(torch\): ", found["message"])) == (cause == "random")
+
+
 @pytest.mark.parametrize(("losses", "part"), [
     ([], "loss, or what the program makes of its gradients,"), ([1.0], "backward pass")])
 def test_without_a_loss_the_gradients_may_differ_for_any_reason(losses, part):
