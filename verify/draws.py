@@ -60,7 +60,7 @@ class Draws:
             where = [f"{os.path.basename(site.f_code.co_filename)}:{site.f_lineno}", *filter(None, self.inside[-1:])]
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 numbers = real(torch.as_tensor(drawn).detach())
-                early = ", at the start" if self.state is None else ""
+                early = ", before the first forward pass" if self.state is None else ""
                 kind = ", loader" if loader else early if numbers.is_floating_point() else ", integers"
                 numbers = numbers.double()
                 self.sites.append([f"{', module '.join(where)} ({library}{kind})", numbers.numel(),

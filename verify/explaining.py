@@ -398,6 +398,20 @@ def set_epoch(diff):
                 if one != two and "set_epoch" in two:  # as when Lightning replaces a sampler that does not shuffle
                     fact += f" ({one}), {other.label} shuffles ({two})"
                 return fact if "set_epoch" in one else ("samples", fact)
+        for rank, again in rank_repeats(side.run, diff.step):
+            if not any(rank_repeats(other.run, diff.step)):
+                return f"rank {rank} of {side.label} reads the same samples in steps {diff.step + 1} and {again + 1}"
+
+
+def rank_repeats(run, step):
+    """Yield (rank, earlier step) if, from a step on, a rank whose sampler has set_epoch reads earlier samples again."""
+    for rank in run.ranks:
+        sampler = next((event["sampler"] for event in run.events[rank] if event["event"] == "epoch"), "")
+        for again in range(step) if "set_epoch" in sampler else ():
+            count = min(step - again, run.length - step)
+            pairs = [[sorted(run.ranks[rank][number + k]["samples"]) for number in (step, again)] for k in range(count)]
+            if all(equal(*pair) for pair in pairs) and sum(len(one) for one, _ in pairs) > 2:
+                yield rank, again
 
 
 def samples(diff):
@@ -596,6 +610,10 @@ def uneven_mean(diff):
     """The parts have different counts of elements or labels, and the other run's loss is between those of the parts."""
     for side, other in diff.orders if diff.split and not diff.same_loss else ():
         losses, counts, factors = parts_of_mean(side.states)
+        if 0.0 in losses and 0.0 not in parts_of_mean(other.states)[0]:
+            rank = [*side.run.ranks][losses.index(0.0) * len(side.states) // len(losses)]
+            return "loss", (f"{UNSURE}{mean_losses(diff)}; a loss on rank {rank} of {side.label} is exactly 0, as if a "
+                            "part without targets returns early, without its other terms")
         between = any(min(losses) * n < other.mean < max(losses) * n for n in factors if losses)
         if between and any(min(weights) != max(weights) for place, weights in enumerate(counts) if place % 4 != 3):
             return (f"{UNSURE}{mean_losses(diff)}; counts, such as those of labels, differ between the ranks or "
@@ -735,8 +753,11 @@ def unmatched(rows, others, pairs):
                 # clipping scales one run's gradients by one factor
                 cause = "partial" if equal([one * whole[2]], [two * whole[1]]) else "not-averaged"
                 cause = "clip" if common_factor([(twin, row)])[1] < EQUAL else cause
-                return cause, (f"two copies of {row.name} in {'AB'[side]} have different gradients; if they should be "
-                               "one tensor, tie them again after the model is moved, split or wrapped")
+                fact = f"two copies of {row.name} in {'AB'[side]} have different gradients"
+                if cause == "clip":
+                    return cause, f"{fact}, proportional to each other: ranks clip or divide them by different numbers"
+                return cause, (f"{fact}; if they should be one tensor, tie them again after the model is moved, split "
+                               "or wrapped")
     return "unknown", f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
 
 

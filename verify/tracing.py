@@ -102,15 +102,16 @@ def unequal_divisors(a, b, step):
 
 def without_innocent(draws, a, b, step, value, cause):
     """Leave out draws that differ without effect, such as a shuffle of each rank's own share, if samples are equal."""
+    early = ", before the first forward pass)"
     if cause != "start":  # then initial weights are equal
-        draws = [site for site in draws if not ("(torch." in site and site.endswith(", at the start)"))]
+        draws = [site for site in draws if not ("(torch." in site and site.endswith(early))]
     one, two = samples_of_both(a, b, step)
     if not one or not equal(one, two):
         return draws
     innocent = [", loader)"]
     kind, _, place = value or ("", "", None)
     if value is not None and not ("input" in kind and place == FIRST):
-        innocent.append(", at the start)")  # such as initial weights, which are equal
+        innocent.append(early)  # such as initial weights, which are equal
         if kind != "input (integers)" or are_inputs(a.states(step) + b.states(step)):  # else, such as negatives
             innocent.append(", integers)")
     return [site for site in draws if not site.endswith(tuple(innocent))]

@@ -39,7 +39,8 @@ MISTAKES = [
     "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
     "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
     "flat", "flat, decayed", "flat, not sent", "averaged in a hook", "each sample",
-    "each sample, one dropped", "each sample, other noise", "noise on gradients"]
+    "each sample, one dropped", "each sample, other noise", "noise on gradients",
+    "set_epoch on rank 0"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
@@ -362,7 +363,8 @@ def train(mistake, rank, world):
         optimizer = Sixteen(model.parameters(), 0.1, world)
     steps, scheduler = 0, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for epoch in range(1 if mistake == "fewer epochs" else 2):
-        if "no set_epoch" not in mistake and mistake != "no sampler":
+        left_out = "no set_epoch" in mistake or mistake == "no sampler" or mistake == "set_epoch on rank 0" and rank
+        if not left_out:
             sampler.set_epoch(epoch)
         data.epoch = epoch
         if "rows" in mistake:

@@ -67,7 +67,8 @@ HERE = Path(__file__).parent
 # What the ranks of each mistake recorded: mistakes.py
 CAUSES = {
     "weights of each rank": "start", "model instead of DDP": "not-averaged", "scheduler on rank 0": "rank-lr",
-    "no set_epoch": "set-epoch", "summed loss": "scale", "rate times 2": "learning-rate",
+    "no set_epoch": "set-epoch", "set_epoch on rank 0": "set-epoch",
+    "summed loss": "scale", "rate times 2": "learning-rate",
     "batch per process": "batch-size", "fewer epochs": "batch-size", "no sampler": "samples",
     "batchnorm left in eval": "evaluation", "batchnorm": "batchnorm", "mean over own tokens": "uneven-mean",
     "rank 0 stops": "rank-stops", "clip per rank": "clip", "functional dropout": "random", "weight decay": "optimizer",
@@ -87,7 +88,8 @@ CAUSES = {
     "sharded, not reduced": "no-gradient", "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
     "weighted, own median": "evaluation", "weighted, taught": "evaluation", "flat, decayed": "optimizer",
     "flat, not sent": "optimizer", "each sample, one dropped": "batch-size"}
-STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
+STEPS = {"scheduler on rank 0": 7, "no set_epoch": 7, "set_epoch on rank 0": 7,
+         "fewer epochs": 7, "batchnorm left in eval": 7, "rank 0 stops": 7,
          "decay of ranks": 2, "owned by ranks, not sent": 2, "gradients kept": 2, "owned by ranks, gradients kept": 2,
          "average of one epoch": 7,
          "rows by hand, from a buffer": 2, "augmented, no set_epoch": 7, "two loaders, one order": 7,
@@ -161,8 +163,8 @@ def test_the_answer_says_how_samples_differ(records, mistake, said):
 
 
 def test_draws_at_the_start_for_a_loader_and_of_integers_are_told_apart(records):
-    for name, kinds in (("right", {"torch, at the start", "torch, integers"}),
-                        ("lists", {"torch, at the start", "torch, loader"})):
+    for name, kinds in (("right", {"torch, before the first forward pass", "torch, integers"}),
+                        ("lists", {"torch, before the first forward pass", "torch, loader"})):
         sites = Run.read(records / f"{name} on 1", "A").at(0)[0][0]["sites"]
         assert {re.fullmatch(r"mistakes\.py:\d+ \((.*)\)", label)[1] for label, *_ in sites} == kinds
 
@@ -267,6 +269,7 @@ def test_noise_after_the_backward_pass_is_random(records, kind, cause):
 
 
 @pytest.mark.parametrize(("after", "drawn", "cause", "said"), [
+    ("zero", True, "random", "the ranks of B change their gradients after the last backward pass, and the program"),
     ("averaged", True, "random", "the ranks of B change their gradients after the last backward pass, and the program"),
     ("averaged", False, "clip", "not sure: the ranks of B have equal gradients after the last backward pass"),
     ("own", True, "random", "the ranks of B change their gradients after the last backward pass, and the program"),
@@ -281,6 +284,8 @@ def test_what_each_rank_does_to_averaged_gradients_is_not_a_missing_average(reco
     assert report["cause"] == "not-averaged", report
     states = runs[1].at(0)[0]
     for rank, row in ((rank, row) for rank, state in enumerate(states) for row in state["rows"]):
+        if after == "zero" and row.name == "0.weight":  # such as a frozen row: it has nothing to compare
+            row.grad[:] = row.computed[:] = [0.0] * 3
         if after == "own":
             row.computed[:] = [value + rank for value in row.computed]
         if after == "scaled":
@@ -322,12 +327,15 @@ def test_gradients_that_are_averaged_by_hand_are_compared_as_means_or_sums(facto
     assert trace(report, a, b)["cause"] == cause
 
 
-@pytest.mark.parametrize(("grad", "cause"), [([1, 0.6, 1.0], "partial"), ([1, 0.6, 1.1], "not-averaged")])
-def test_two_copies_of_a_weight_have_parts_of_its_gradient_up_to_clipping(grad, cause):
+@pytest.mark.parametrize(("grad", "copy", "cause", "said"), [
+    ([1, 0.6, 1.0], [1, 0.2, 0.2], "partial", "; if they should be one"),
+    ([1, 0.6, 1.1], [1, 0.2, 0.2], "not-averaged", "; if they should be one"),
+    ([1, 0.6, 1.1], [0.5, 0.05, 0.15], "clip", ", proportional to each other")])
+def test_two_copies_of_a_weight_have_parts_of_its_gradient_up_to_clipping(grad, copy, cause, said):
     rows = [Row(name, [4], [3, 1, 2], [0.1], found, [1, 1, 1]) for name, found in (
-        ("w", grad), ("w", [1, 0.1, 0.3]), ("copy", [1, 0.2, 0.2]))]
+        ("w", grad), ("w", [1, 0.1, 0.3]), ("copy", copy))]
     found = unmatched(rows[:1], rows[1:], [(rows[0], rows[1])])
-    assert found[0] == cause and "two copies of copy in B have different gradients; if they should be one" in found[1]
+    assert found[0] == cause and f"two copies of copy in B have different gradients{said}" in found[1]
 
 
 @pytest.mark.parametrize(("shares", "cause"), [([[1.0], [2.0]], "not-averaged"), ([[1.0, 2.0]] * 2, "partial")])
@@ -641,8 +649,9 @@ def test_draws_of_initial_weights_are_named_only_if_these_differ(cause, named):
     runs = [made(label, [("w", [2], [1.0] * 3, [size] * 3, [1.0] * 3)]) for label, size in (("A", 1.0), ("B", 7.0))]
     for one, value in zip(runs, (1.0, 2.0)):
         one.states(0)[0] |= {"samples": [value, 3.0],
-                             "sites": [["a.py:1 (torch.normal_, at the start)", 8, value, value]]}
-    assert ("at the start" in trace({"step": 1, "cause": cause, "message": "evidence"}, *runs)["message"]) == named
+                             "sites": [["a.py:1 (torch.normal_, before the first forward pass)", 8, value, value]]}
+    message = trace({"step": 1, "cause": cause, "message": "evidence"}, *runs)["message"]
+    assert ("before the first forward pass" in message) == named
 
 
 def test_the_time_to_match_tensors_is_linear(monkeypatch):
@@ -922,6 +931,27 @@ def test_losses_that_are_divided_by_their_counts_may_add_up_to_a_loss_that_is_no
     report = compare_runs(*differing(batch(2.0, 4.0) | {"losses": [whole]}, *b))
     assert report["cause"] == cause and ("weighted by the counts 2, 4, give" in report["message"]) == (
         cause == "uneven-mean"), report
+
+
+@pytest.mark.parametrize(("whole", "losses", "said"), [
+    (3.0, (1.0, 0.0), "loss: not sure: equal samples; mean loss 3 in A, 0.5 in B; a loss on rank 1 of B is exactly 0"),
+    (0.0, (-1.0, 0.0), "loss: not sure: equal samples; mean loss 0 in A, -0.5 in B: "),
+    (0.5, (-1.0, 0.25, 0.0, 0.0), "loss: not sure: equal samples; mean loss 0.5 in A, -0.375 in B; a loss on rank 1"),
+    (2.0, (1.0, 5.0), "uneven-mean: not sure: equal samples; mean loss 2 in A, 3 in B; counts, such as those of")])
+def test_a_loss_of_0_is_named(whole, losses, said):
+    """Such as that of a rank without boxes, which leaves out the background, too."""
+    each = len(losses) // 2
+    b = [batch(size) | {"losses": losses[rank * each:][:each], "counts": [[count] * 4] * each}
+         for rank, size, count in ((0, 1.0, 2), (1, 2.0, 4))]
+    report = compare_runs(*differing(batch(1.0, 2.0) | {"losses": [whole]}, *b))
+    assert f"{report['cause']}: {report['message']}".startswith(said), report
+
+
+def test_a_rank_that_reads_an_epoch_again_is_named(records):
+    folders = [records / name for name in ("right on 1", "set_epoch on rank 0 on 2")]
+    report = verify.compare(*folders)
+    assert report["message"].startswith("rank 1 of B reads the same samples in steps 7 and 1: "), report
+    assert verify.compare(*folders[::-1])["message"].startswith("rank 1 of A reads the same samples"), report
 
 
 def test_a_copy_of_a_part_of_the_model_is_an_average_of_it():
@@ -1336,7 +1366,7 @@ def test_an_optimizer_of_tensors_that_no_module_has_is_named(name, said):
 @pytest.mark.parametrize(("before", "loader", "kind", "cause"), [
     ("loss", 0, "numpy, integers", "samples"),  # such as negatives, which come from no loader
     ("loss", INPUTS, "numpy, integers", "forward"),  # the samples are equal, so each rank has drawn its own
-    ("loss", 0, "torch, at the start", "forward"),  # such as initial weights
+    ("loss", 0, "torch, before the first forward pass", "forward"),  # such as initial weights
     ("buffers", 0, "torch", "samples")])
 def test_a_line_that_draws_other_numbers_comes_before_a_fallback(before, loader, kind, cause):
     states = [batch(1.0, 2.0, loader=loader) | {
