@@ -61,7 +61,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
             return refuse(report, f"two runs of command A differ at step {own['step']}: set its seeds", own["step"])
     unclear = report["message"].startswith(UNSURE) or report["cause"] in (
         "samples", "random", "unknown", "no-backward", "forward", "batchnorm", "not-averaged")
-    if unclear and report["parameter"] and (report["column"] == "grad" or report["cause"] == "not-averaged"):
+    if unclear and (report["column"] == "grad" or report["cause"] == "not-averaged"):
         last = report["step"]
         shown, why = run(commands, last, whole, native=native, outputs_at=last)
         runs = [Run.read(folder, label) for folder, label in zip(shown, "AB")]

@@ -148,9 +148,10 @@ def changed_on_ranks(a, b, step, cause, draws):
     for run in (run for run in (b, a) if len(run.ranks) > 1):
         ranks = [[row for row in state["rows"] if row.grad[0]] for state in run.at(step)[0]]
         groups = [*zip(*ranks)]
-        equal_now = [equal(row.grad, rows[0].grad) for rows in groups for row in rows[1:]]
-        if not groups or any(equal_now) or len({*map(len, ranks)}) > 1 or not all(
-                row.computed for rows in ranks for row in rows):
+        alike = all([row[:2] for row in rows] == [row[:2] for row in ranks[0]] for rows in ranks)  # else, stages
+        if not groups or not alike or any(equal(row.grad, rows[0].grad) for rows in groups for row in rows[1:]):
+            continue
+        if not all(row.computed for rows in ranks for row in rows):
             continue
         if all(common_factor([(row._replace(grad=row.computed), row) for row in rows])[1] < EQUAL for rows in ranks):
             continue  # they are only scaled, as by a clip

@@ -26,6 +26,7 @@ from verify.explaining import (
     optimizer,
     options_that_differ,
     parts_of,
+    set_epoch,
     stale,
     unchanged,
     unmatched,
@@ -273,9 +274,12 @@ def test_noise_after_the_backward_pass_is_random(records, kind, cause):
     ("averaged", True, "random", "the ranks of B change their gradients after the last backward pass, and the program"),
     ("averaged", False, "clip", "not sure: the ranks of B have equal gradients after the last backward pass"),
     ("own", True, "random", "the ranks of B change their gradients after the last backward pass, and the program"),
+    ("own, in the model", True, "not-averaged", "not sure: the ranks of B have different gradients after the last"),
+    ("other stage", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper"),
     ("own", False, "not-averaged", "not sure: the ranks of B have different gradients after the last backward pass"),
     ("scaled", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper"),
     ("one averaged", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper"),
+    ("one lacking", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper"),
     ("unknown", True, "not-averaged", "ranks 0 and 1 of B have different gradients: call the DDP wrapper")])
 def test_what_each_rank_does_to_averaged_gradients_is_not_a_missing_average(records, after, drawn, cause, said):
     """Each rank adds its own noise to the gradients that DDP has averaged."""
@@ -286,18 +290,25 @@ def test_what_each_rank_does_to_averaged_gradients_is_not_a_missing_average(reco
     for rank, row in ((rank, row) for rank, state in enumerate(states) for row in state["rows"]):
         if after == "zero" and row.name == "0.weight":  # such as a frozen row: it has nothing to compare
             row.grad[:] = row.computed[:] = [0.0] * 3
-        if after == "own":
+        if "own" in after:
             row.computed[:] = [value + rank for value in row.computed]
         if after == "scaled":
             row.computed[:] = [2.0 * value for value in row.grad]
     if after == "one averaged":
         states[1]["rows"][0].grad[:] = states[0]["rows"][0].grad
+    if after == "one lacking":
+        states[1]["rows"][0].grad[:] = [0.0] * 3
     if after == "unknown":
         states[1]["rows"][0] = states[1]["rows"][0]._replace(computed=None)
+    if after == "other stage":
+        states[1]["rows"].reverse()
     for state in (*runs[0].at(0)[0], *states):
         state["sites"] *= drawn
+        if "in the model" in after:  # such as dropout
+            state["sites"] = [["a.py:1, module 0 (torch)", *numbers] for _, *numbers in state["sites"]]
     found = trace(report, *runs)
     assert found["cause"] == cause and found["message"].startswith(said), found
+    assert (found == report) == said.startswith("ranks 0 and 1"), found
     assert bool(re.search(r"in this step, mistakes\.py:\d+ \(torch\): ", found["message"])) == (cause == "random")
 
 
@@ -952,6 +963,25 @@ def test_a_rank_that_reads_an_epoch_again_is_named(records):
     report = verify.compare(*folders)
     assert report["message"].startswith("rank 1 of B reads the same samples in steps 7 and 1: "), report
     assert verify.compare(*folders[::-1])["message"].startswith("rank 1 of A reads the same samples"), report
+
+
+@pytest.mark.parametrize("way", ["repeats", "goes on otherwise", "few", "both", "no set_epoch"])
+def test_a_rank_repeats_its_epoch_if_all_that_follows_is_equal(records, way):
+    """One batch may be equal by chance, above all a small one."""
+    runs = Run.read(records / "right on 2", "A"), Run.read(records / "set_epoch on rank 0 on 2", "B")
+    steps = runs[1].ranks[1]
+    if way == "goes on otherwise":
+        steps[7]["samples"][0] += 1.0
+    if way == "few":
+        runs[1].length = 7
+        for step in steps:
+            del step["samples"][2:]
+    if way == "both":
+        runs[0].ranks[1][:] = [{**step, "samples": [*step["samples"]]} for step in steps]
+    for event in runs[1].events[1] if way == "no set_epoch" else ():
+        event |= {"sampler": "RandomSampler"}
+    found = set_epoch(Difference(*runs, 6, "grad", match(runs[0].at(6)[1], runs[1].at(6)[1])))
+    assert found == ("rank 1 of B reads the same samples in steps 7 and 1" if way == "repeats" else None)
 
 
 def test_a_copy_of_a_part_of_the_model_is_an_average_of_it():
@@ -1908,6 +1938,24 @@ def test_another_rate_is_named_as_the_cause(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["verdict"], report["cause"], report["step"], report["ranks"]) == (
         "different", "learning-rate", 1, [1, 2])
+
+
+@pytest.mark.drill
+def test_every_missing_average_is_looked_at_again(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, torch, torch.distributed as dist\n"
+                      "dist.init_process_group('gloo')\n"
+                      "torch.manual_seed(0)\n"
+                      "layer = torch.nn.Linear(2, 3)\n"
+                      "optimizer = torch.optim.SGD(layer.parameters(), 0.1)\n"
+                      "noise = torch.Generator().manual_seed(dist.get_rank())\n"
+                      "layer(torch.ones(4, 2)).sum().backward()\n"
+                      "for item in layer.parameters():\n"
+                      "    item.grad += torch.randn(item.shape, generator=noise)\n"
+                      "optimizer.step()\n")
+    commands = [f"torchrun --standalone --nproc-per-node={count} {script}" for count in (2, 1)]
+    said = run(PYTHON, "-m", "verify", *commands).out
+    assert "\ncause: random: the ranks of A change their gradients after the last backward pass" in said, said
 
 
 @pytest.mark.drill
