@@ -28,6 +28,7 @@ NUMBER = r"[-+]?\d{1,40}(?:\.\d{1,40})?(?:[eE][-+]?\d{1,4})?"
 PRINTED = re.compile(  # all parts have a limit, and each word is tried once: the time is linear in the output
     r"(?<![\w/.@-])([A-Za-z][\w/.@-]{0,80})[\"']?\s{0,8}[:=]?\s{0,8}[\"'(]?(" + NUMBER + r")(?![\w.]{0,80}[A-Za-z])")
 ALONE = re.compile(r"closed by peer|reset by peer|broken pipe|timed? ?out", re.I)  # a collective without a rank
+PRECISION = re.compile(r"dtype|double|float|half|scalar type", re.I)  # in an error
 OCCURRENCES = 100_000  # compare so many numbers of a metric, so that memory is bounded
 
 
@@ -52,11 +53,11 @@ def float64_fails(failed, steps):
     """Return a line about the first of the commands that failed in float64, or an empty string."""
     for label, failure, count in zip("AB", failed, steps):
         if failure:
-            error = (failure.said.splitlines() or [failure.why])[-1]
+            error = (failure.said.splitlines() or [failure.why])[-1].strip()
             command = f"command {label}" if len(failed) > 1 else "the command"
+            change = "; to compare in float64, replace a fixed torch.float32 by the dtype of another tensor"
             return (f"in float64, {command} fails after {count} step(s), so the runs had their own precision, which "
-                    "proves less; to compare in float64, replace a fixed torch.float32 by the dtype of another tensor: "
-                    f"{error}")
+                    f"proves less{change * bool(PRECISION.search(failure.said))}: {error}")
     return ""
 
 

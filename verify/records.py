@@ -359,14 +359,23 @@ def match(left, right):
     pairs, starts = [], Starts(right)
     for number, row in sorted(enumerate(left), key=lambda pair: -pair[1].grad[0]):  # gradients that are noise come last
         alike = starts.alike(row, number)
-        if alike:  # several constant tensors, such as norms, may match: take the nearest direction of the gradient
-            nearest = min(alike, key=lambda place: gap(unit(row.grad), unit(right[place].grad)))
+        if alike:  # several constant tensors, such as norms, may match: take the nearest gradient
+            nearest = min(alike, key=lambda place: apartness(row.grad, right[place].grad))
             starts.take(nearest)
             pairs.append((number, row, right[nearest]))
     pairs = [(one, two) for _, one, two in sorted(pairs, key=lambda found: found[0])]
     if len(pairs) < len(right) and [row[1] for row in left] == [row[1] for row in right]:
         return list(zip(left, right))
     return pairs
+
+
+def apartness(one, two):
+    """Return how far apart the directions of two gradients are, and whether the gradients differ.
+
+    Scalars only have two directions.
+    """
+    directions = gap(unit(one), unit(two))
+    return directions if directions > EQUAL else 0.0, not equal(one, two)
 
 
 def unit(digest):

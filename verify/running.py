@@ -87,8 +87,11 @@ def printed(folder):
 
 
 def own_error(text):
-    """Return the last lines of the first traceback that is not the launcher's, or the last lines of the output."""
-    lines = [re.sub(r"^\[(?:rank)?\d+\]:\s?", "", line) for line in text.splitlines()]
+    """Return the last lines of the first traceback that is not the launcher's, or the last lines of the output.
+
+    Leave out lines that only rule off, as around torchrun's summary.
+    """
+    lines = [re.sub(r"^\[(?:rank)?\d+\]:\s?", "", line) for line in text.splitlines() if line.strip(" =-")]
     for start in (number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")):
         end = next((number for number in range(start + 1, len(lines)) if not lines[number].startswith((" ", "\t"))),
                    len(lines) - 1)

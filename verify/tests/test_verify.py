@@ -49,6 +49,7 @@ from verify.records import (
     LEAVES,
     MIXED,
     UNKNOWN,
+    UNNAMED,
     Row,
     Run,
     Starts,
@@ -59,7 +60,7 @@ from verify.records import (
     match,
     steps_of,
 )
-from verify.running import record
+from verify.running import own_error, record
 from verify.samples import Samples, by_sample, counts_of, described, samples_of
 from verify.tracing import after_backward, draws_that_differ, first_value, trace
 from verify.watching import new_order, one_share, rates, replicas, watch
@@ -689,6 +690,14 @@ def test_a_command_that_fails_in_float64_is_named_with_what_to_do():
     line = float64_fails([None, Failure("exit code 1", "Traceback\nRuntimeError: double != float")], [8, 3])
     assert line.startswith("in float64, command B fails after 3 step(s)") and "dtype of another tensor" in line
     assert line.endswith("RuntimeError: double != float") and not float64_fails([None, None], [8, 8])
+    line = float64_fails([None, Failure("exit code 1", "  traceback : Signal 6 (SIGABRT) received by PID 8")], [8, 8])
+    assert line.endswith("which proves less: traceback : Signal 6 (SIGABRT) received by PID 8")
+
+
+def test_the_error_of_a_process_without_a_traceback_is_in_torchruns_summary():
+    rule, last = "=" * 60, "  traceback : Signal 6 (SIGABRT) received by PID 8"
+    text = "\n".join([rule, "train.py FAILED", "-" * 60, "  exitcode  : -6 (pid: 8)", last, rule])
+    assert own_error(text).splitlines()[-1] == last and not own_error("")
 
 
 def test_the_order_of_the_commands_does_not_matter(records):
@@ -704,6 +713,12 @@ def test_a_parameter_is_known_by_its_name_or_by_its_place_or_by_its_weights():
     assert match(left, [row("0", [2], 2.0)]) == [(left[1], row("0", [2], 2.0))]
     twins = [row(name, [2], 1.0)._replace(grad=[value] * 3) for name, value in (("a", 5), ("b", 6), ("c", 5), ("d", 9))]
     assert match(twins[:2], twins[2:]) == [*zip(twins[:2], twins[2:])]  # each row once, though c is nearer to b
+    scalars = [row(name, [], 0.0)._replace(grad=[value, value, -value]) for name, value in (
+        ("amplitude", 1.0), ("bias", 9.0), ("amplitude", 1.0 + 1e-14), ("bias", 9.0 - 1e-14))]
+    for others in (scalars[2:], scalars[:1:-1]):
+        unnamed = [row._replace(name=UNNAMED) for row in others]
+        found = match([row._replace(name=UNNAMED) for row in scalars[:2]], unnamed)
+        assert [one.grad[0] == pytest.approx(two.grad[0]) for one, two in found] == [True] * 2
 
 
 @pytest.mark.parametrize(("arguments", "names"), [
@@ -978,6 +993,7 @@ def test_a_rank_repeats_its_epoch_if_all_that_follows_is_equal(records, way):
             del step["samples"][2:]
     if way == "both":
         runs[0].ranks[1][:] = [{**step, "samples": [*step["samples"]]} for step in steps]
+        runs[0].ranks[0][6]["samples"][0] += 1.0
     for event in runs[1].events[1] if way == "no set_epoch" else ():
         event |= {"sampler": "RandomSampler"}
     found = set_epoch(Difference(*runs, 6, "grad", match(runs[0].at(6)[1], runs[1].at(6)[1])))
@@ -1949,7 +1965,7 @@ def test_every_missing_average_is_looked_at_again(tmp_path):
                       "layer = torch.nn.Linear(2, 3)\n"
                       "optimizer = torch.optim.SGD(layer.parameters(), 0.1)\n"
                       "noise = torch.Generator().manual_seed(dist.get_rank())\n"
-                      "layer(torch.ones(4, 2)).sum().backward()\n"
+                      "layer(torch.arange(8.0).view(4, 2)[dist.get_rank()::dist.get_world_size()]).sum().backward()\n"
                       "for item in layer.parameters():\n"
                       "    item.grad += torch.randn(item.shape, generator=noise)\n"
                       "optimizer.step()\n")
