@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README*.md", "docs/*.md", "docs/pitfalls/*.md", *(f"{wing}/README.md" for wing in
                                                             ("verify", "language", "detection"))]
-INDEX = {"docs/symptoms.md": "en", "README.md": "en", "README.zh-CN.md": "zh"}  # a row leads to its links
+INDEX = {"docs/symptoms.md": "en", "README.md": "en", "docs/symptoms.zh-CN.md": "zh",
+         "README.zh-CN.md": "zh"}  # a row leads to its links
 NOT_SEARCHED = {"docs/CHANGELOG.md", "docs/speed.md", "docs/versions.md"}  # history and measurements, not answers
 # the page's JavaScript uses these patterns, too
 CHINESE = re.compile(r"[\u3400-\u9fff]")

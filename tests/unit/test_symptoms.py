@@ -55,7 +55,8 @@ def test_a_search_finds_the_answers_of_a_section(target, near):
     page, _, anchor = target.partition("#")
     answer = shown(section(page, anchor))
     assert answer, "no such section"
-    rows = [shown(line) for line, *linked in links("README.zh-CN.md") if linked == [page, anchor]]
+    rows = [shown(line) for index in ("README.zh-CN.md", "docs/symptoms.zh-CN.md") for line, *linked in links(index)
+            if linked == [page, anchor]]
     lacking = []
     for text in (text for text, other in SYMPTOMS if other == target):
         readme, places = ("README.md", [answer]) if text.isascii() else ("README.zh-CN.md", rows)
