@@ -176,6 +176,19 @@ def optimizer(diff):
         return f"equal gradients, but different updates{': ' * bool(options)}{options}{unchanged(diff)}"
 
 
+def none_or_zero(diff):
+    """Gradients are None in one run, where the optimizer passes over them, and zeros in the other."""
+    if diff.column != "value":
+        return None
+    least = 1e-3 * worst(diff.pairs, "value")[0]  # smaller differences are rounding errors
+    differ = [pair for pair in diff.pairs if gap(pair[0].value, pair[1].value) > least]
+    for label, other, number in (("A", "B", 0), ("B", "A", 1)):
+        if all(pair[number].reach == 0 != pair[1 - number].reach for pair in differ):
+            return (f"grad is None in {label} and zero in {other} for {some([row for row, _ in differ], diff.pairs)}: "
+                    "the optimizer passes over None, but decays weights with a gradient of zero, or moves them by "
+                    "their momentum; leave it None if it is None on all ranks")
+
+
 def unchanged(diff):
     """Return text that says how many parameters only one of the runs has not changed since its start."""
     for label, side, other in (("B", 1, 0), ("A", 0, 1)):
@@ -287,11 +300,12 @@ def unreduced(diff):
 def clip(diff):
     same_norm = math.isclose(diff.a.norm, diff.b.norm, rel_tol=EQUAL)
     if diff.factor:
-        plain = Fraction(diff.factor).limit_denominator(16)
-        if diff.same_loss and (plain == 1 or abs(diff.factor - plain) > EQUAL):
+        factor = before_clipping(diff)
+        plain = Fraction(factor).limit_denominator(16)
+        if diff.same_loss and (plain == 1 or abs(factor - plain) > EQUAL):
             by_hand = not any(state["clips"] for state in diff.states)
             return f"{UNSURE * by_hand}{times(diff.factor)}" + ", after equal losses" * diff.known
-        if not same_norm and min(abs(max(diff.factor, 1 / diff.factor) - n) for n in range(2, 65)) < 1e-4:
+        if not same_norm and min(abs(max(factor, 1 / factor) - n) for n in range(2, 65)) < 1e-4:
             return None  # a whole factor, which scales the norms, too
     left, right = ([state["clips"] for state in side.states] for side in diff.sides)
     by_value = any(not norm for norm, _ in left[0] + right[0])
@@ -310,7 +324,7 @@ def clip(diff):
 def scale(diff):
     if not diff.factor:
         return None
-    factor = diff.b.norm / diff.a.norm if diff.a.norm and diff.b.norm else diff.factor
+    factor = before_clipping(diff)
     less = (factor < 1) == (diff.parallel is diff.b)  # the run with more ranks or micro-batches has the lower gradients
     losses, (ranks, micro_batches) = [*map(loss_of, diff.states)], diff.b.layout
     whole = len(diff.parallel.states) > 1 and all(math.isclose(loss, losses[0]) for loss in losses)
@@ -319,6 +333,11 @@ def scale(diff):
     why = ", after equal losses: a sum is divided twice, or a part of the gradient is lost" + lost(diff)
     why *= less and diff.known and math.isclose(diff.a.mean, diff.b.mean)
     return f"{times(factor)}{why}; B has {ranks} rank(s) and {micro_batches} micro-batch(es)"
+
+
+def before_clipping(diff):
+    """Return the factor between the norms that both runs clip or, if one does not clip, between their gradients."""
+    return diff.b.norm / diff.a.norm if diff.a.norm and diff.b.norm else diff.factor
 
 
 def times(factor):
@@ -632,7 +651,8 @@ def mean_losses(diff):
 RULES = [
     # what precedes the gradients: each of these changes all that follows
     ("start", lambda diff: diff.column == "start" and "A and B start with different weights"),
-    ("batch-size", batch_size), ("learning-rate", learning_rate), ("optimizer", optimizer),
+    ("batch-size", batch_size), ("learning-rate", learning_rate), ("no-gradient", none_or_zero),
+    ("optimizer", optimizer),
     # from here on, the gradients differ
     ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale), ("stale", kept), ("stale", reached),
     ("no-gradient", unreduced),

@@ -541,6 +541,42 @@ def test_a_group_of_gradients_with_another_factor_is_named(clip, said):
     assert report["message"].startswith("1 of 4 gradients of B are 3 times those of A, such as that of bias")
 
 
+@pytest.mark.parametrize(("reach", "value", "cause", "said"), [
+    ((0, 2), 1.0, "no-gradient", "grad is None in A and zero in B for 1 of 2 parameters, such as head: the optimizer"),
+    ((2, 0), 1.0, "no-gradient", "grad is None in B and zero in A for 1 of 2 parameters, such as head: the optimizer"),
+    ((0, 0), 1.0, "optimizer", "equal gradients, but"), ((2, 2), 1.0, "optimizer", "equal gradients, but"),
+    ((0, 2), 2.0, "optimizer", "equal gradients, but")])
+def test_a_gradient_of_zero_in_place_of_none_is_named(reach, value, cause, said):
+    """AdamW decays the weight in one run only, by little."""
+    rows = [[("trunk", [2], [1.0] * 3, [1.0] * 3, [1.0 if which else value] * 3),
+             ("head", [2], [1.0] * 3, [0.0] * 3, [1.0 - 1e-8 * which] * 3)] for which in range(2)]
+    runs = [made(label, *[found] * (1 + which)) for which, (label, found) in enumerate(zip("AB", rows))]
+    for found, reached in zip(runs, reach):
+        for state in found.states(0):
+            state["rows"] = [[*row, None, reached if row[0] == "head" else 2, {}] for row in state["rows"]]
+    report = compare_runs(*runs)
+    assert report["cause"] == cause and report["message"].startswith(said), report
+
+
+@pytest.mark.parametrize(("norms", "cause", "said"), [
+    ((1.28, 0.64), "scale", "the gradients of B are 0.5 times those of A, after equal losses: a sum is divided twice"),
+    ((1.28, 0.9), "clip", "the gradients of B are 0.64 times those of A, after equal losses"),
+    ((1.28, 1.28), "clip", "the gradients of B are 0.64 times those of A, after equal losses")])
+def test_a_factor_is_that_of_the_norms_before_clipping(norms, cause, said):
+    """A clips 1.28 to 1, so the clipped gradients have another factor than the unclipped ones."""
+    runs = [made(label, *[[("v", [2], [1.0] * 3, [factor] * 3, [1.0] * 3), (
+        "w", [3], [1.0] * 3, [2.0 * factor] * 3, [1.0] * 3)]] * ranks) for label, ranks, factor in (
+        ("A", 1, 1.0), ("B", 2, 0.64))]
+    for found, norm in zip(runs, norms):
+        for state in found.states(0):
+            state["clips"] = [[norm, 1.0]]
+    for sample, state in enumerate(runs[1].states(0)):
+        state |= batch(1.0 + sample)
+        join_samples(state)
+    report = compare_runs(*runs)
+    assert report["cause"] == cause and report["message"].startswith(said), report
+
+
 def test_an_answer_says_which_gradients_agree():
     said = compare_runs(*differing({}, batch(1.0), batch(2.0)))["message"]
     assert "but different gradients; 1 of 2 differ, such as that of v, but not that of w; or a term of the loss" in said
