@@ -749,8 +749,8 @@ def test_a_parameter_is_known_by_its_name_or_by_its_place_or_by_its_weights():
     assert match(left, [row("0", [2], 2.0)]) == [(left[1], row("0", [2], 2.0))]
     twins = [row(name, [2], 1.0)._replace(grad=[value] * 3) for name, value in (("a", 5), ("b", 6), ("c", 5), ("d", 9))]
     assert match(twins[:2], twins[2:]) == [*zip(twins[:2], twins[2:])]  # each row once, though c is nearer to b
-    scalars = [row(name, [], 0.0)._replace(grad=[value, value, -value]) for name, value in (
-        ("amplitude", 1.0), ("bias", 9.0), ("amplitude", 1.0 + 1e-14), ("bias", 9.0 - 1e-14))]
+    scalars = [row(name, [], 0.0)._replace(grad=[value, value * (1 + error), -value]) for name, value, error in (
+        ("amplitude", 1.0, 0.0), ("bias", 9.0, 0.0), ("amplitude", 1.0, 0.0), ("bias", 9.0, 1e-15))]
     for others in (scalars[2:], scalars[:1:-1]):
         unnamed = [row._replace(name=UNNAMED) for row in others]
         found = match([row._replace(name=UNNAMED) for row in scalars[:2]], unnamed)
