@@ -36,6 +36,12 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_no_paragraph_is_joined_to_the_one_before(page):
+    """Its first line would begin with one space, as when a paragraph is wrapped again."""
+    assert not re.findall(r"^ \S.*", (ROOT / page).read_text(), re.M)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_excerpt_stands_in_its_file(page):
     """A page with excerpts names the file of each of its blocks of Python."""
     text = (ROOT / page).read_text()
