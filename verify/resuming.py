@@ -11,7 +11,7 @@ from .explaining import loss_of, options_that_differ
 from .records import NOISE, Run, apart, equal, gap, match, without_padding, worst
 from .running import record
 
-LOST = json.loads(Path(__file__).with_name("lost.json").read_text())  # what is found, and the remedy
+LOST = json.loads(Path(__file__).with_name("lost.json").read_text())  # the remedy, the pitfall, the block to copy
 
 
 def resume(command, other, folder, paths, sent=None, kill_after=0, steps=0, timeout=600.0, resting=()):
