@@ -28,7 +28,7 @@ NUMBER = r"[-+]?\d{1,40}(?:\.\d{1,40})?(?:[eE][-+]?\d{1,4})?"
 PRINTED = re.compile(  # all parts have a limit, and each word is tried once: the time is linear in the output
     r"(?<![\w/.@-])([A-Za-z][\w/.@-]{0,80})[\"']?\s{0,8}[:=]?\s{0,8}[\"'(]?(" + NUMBER + r")(?![\w.]{0,80}[A-Za-z])")
 ALONE = re.compile(r"closed by peer|reset by peer|broken pipe|timed? ?out", re.I)  # a collective without a rank
-PRECISION = re.compile(r"dtype|double|float|half|scalar type", re.I)  # in an error
+PRECISION = re.compile(r"dtype|scalar type|Double|Float|Half|float(?:16|32|64)")  # in an error
 OCCURRENCES = 100_000  # compare so many numbers of a metric, so that memory is bounded
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .records import EQUAL, INPUTS, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, only_loaders, worst
 
-CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # what is found, the remedy, the pitfall
+CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # the remedy, the pitfall, the block to copy
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
 UNSEEN = "the samples were not seen, so they may differ"
 RANKS = {"start": ("start", "initial weights"), "rate": ("rank-lr", "learning rates"),  # what differs between ranks
@@ -625,14 +625,20 @@ def labels(diff):
         return f"{mean_losses(diff)}; of equally many targets, {known[0]:g} are not ignored in A, and {known[1]:g} in B"
 
 
+def zero_loss(diff):
+    """In one run only, a rank has a loss of exactly 0 in this step, but not in all of its steps."""
+    for side, other in diff.orders if not diff.same_loss else ():
+        for rank, state in zip(side.run.ranks, side.states):
+            every = {loss for step in side.run.ranks[rank] for loss in step["losses"]}
+            if 0.0 in state["losses"] and every != {0.0} and not any(0.0 in one["losses"] for one in other.states):
+                return (f"{UNSURE}{mean_losses(diff)}; a loss on rank {rank} of {side.label} is exactly 0, as if a "
+                        "part without targets returns early, without its other terms")
+
+
 def uneven_mean(diff):
     """The parts have different counts of elements or labels, and the other run's loss is between those of the parts."""
     for side, other in diff.orders if diff.split and not diff.same_loss else ():
         losses, counts, factors = parts_of_mean(side.states)
-        if 0.0 in losses and 0.0 not in parts_of_mean(other.states)[0]:
-            rank = [*side.run.ranks][losses.index(0.0) * len(side.states) // len(losses)]
-            return "loss", (f"{UNSURE}{mean_losses(diff)}; a loss on rank {rank} of {side.label} is exactly 0, as if a "
-                            "part without targets returns early, without its other terms")
         between = any(min(losses) * n < other.mean < max(losses) * n for n in factors if losses)
         if between and any(min(weights) != max(weights) for place, weights in enumerate(counts) if place % 4 != 3):
             return (f"{UNSURE}{mean_losses(diff)}; counts, such as those of labels, differ between the ranks or "
@@ -669,7 +675,7 @@ RULES = [
     ("random", lambda diff: "random" in diff.flags and mean_losses(diff)), ("forward", forward),
     ("loss", labels),
     # fallbacks: they hold for most differences of the loss, so the answer says "not sure"
-    ("uneven-mean", uneven_mean),
+    ("loss", zero_loss), ("uneven-mean", uneven_mean),
     ("evaluation", lambda diff: "evaluated" in diff.flags and UNSURE + mean_losses(diff)),
     ("loss", lambda diff: not diff.same_loss and UNSURE + mean_losses(diff) + lost(diff)), ("unknown", mean_losses)]
 

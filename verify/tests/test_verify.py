@@ -723,11 +723,12 @@ def test_a_tensor_is_found_by_its_initial_value(size):
 
 
 def test_a_command_that_fails_in_float64_is_named_with_what_to_do():
-    line = float64_fails([None, Failure("exit code 1", "Traceback\nRuntimeError: double != float")], [8, 3])
+    line = float64_fails([None, Failure("exit code 1", "Traceback\nRuntimeError: same dtype, double != float")], [8, 3])
     assert line.startswith("in float64, command B fails after 3 step(s)") and "dtype of another tensor" in line
-    assert line.endswith("RuntimeError: double != float") and not float64_fails([None, None], [8, 8])
-    line = float64_fails([None, Failure("exit code 1", "  traceback : Signal 6 (SIGABRT) received by PID 8")], [8, 8])
-    assert line.endswith("which proves less: traceback : Signal 6 (SIGABRT) received by PID 8")
+    assert line.endswith("RuntimeError: same dtype, double != float") and not float64_fails([None, None], [8, 8])
+    for error in ("traceback : Signal 6 (SIGABRT) received by PID 8", "TypeError: 'float' object is not callable"):
+        line = float64_fails([None, Failure("exit code 1", f"  {error}")], [8, 8])
+        assert line.endswith(f"which proves less: {error}")
 
 
 def test_the_error_of_a_process_without_a_traceback_is_in_torchruns_summary():
@@ -995,17 +996,20 @@ def test_losses_that_are_divided_by_their_counts_may_add_up_to_a_loss_that_is_no
         cause == "uneven-mean"), report
 
 
-@pytest.mark.parametrize(("whole", "losses", "said"), [
-    (3.0, (1.0, 0.0), "loss: not sure: equal samples; mean loss 3 in A, 0.5 in B; a loss on rank 1 of B is exactly 0"),
-    (0.0, (-1.0, 0.0), "loss: not sure: equal samples; mean loss 0 in A, -0.5 in B: "),
-    (0.5, (-1.0, 0.25, 0.0, 0.0), "loss: not sure: equal samples; mean loss 0.5 in A, -0.375 in B; a loss on rank 1"),
-    (2.0, (1.0, 5.0), "uneven-mean: not sure: equal samples; mean loss 2 in A, 3 in B; counts, such as those of")])
-def test_a_loss_of_0_is_named(whole, losses, said):
-    """Such as that of a rank without boxes, which leaves out the background, too."""
+@pytest.mark.parametrize(("whole", "losses", "earlier", "said"), [
+    (3.0, (1.0, 0.0), 1.0, "loss: not sure: equal samples; mean loss 3 in A, 0.5 in B; a loss on rank 1 of B is"),
+    (3.0, (1.0, 0.0), 0.0, "loss: not sure: equal samples; mean loss 3 in A, 0.5 in B: "),
+    (0.0, (-1.0, 0.0), 1.0, "loss: not sure: equal samples; mean loss 0 in A, -0.5 in B: "),
+    (0.5, (-1.0, 0.25, 0.0, 0.0), 1.0, "loss: not sure: equal samples; mean loss 0.5 in A, -0.375 in B; a loss on"),
+    (2.0, (1.0, 5.0), 1.0, "uneven-mean: not sure: equal samples; mean loss 2 in A, 3 in B; counts, such as those of")])
+def test_a_loss_of_0_is_named(whole, losses, earlier, said):
+    """Such as that of a rank without boxes, which leaves out the background, too. A rank may have no loss at all."""
     each = len(losses) // 2
     b = [batch(size) | {"losses": losses[rank * each:][:each], "counts": [[count] * 4] * each}
          for rank, size, count in ((0, 1.0, 2), (1, 2.0, 4))]
-    report = compare_runs(*differing(batch(1.0, 2.0) | {"losses": [whole]}, *b))
+    runs = differing(batch(1.0, 2.0) | {"losses": [whole]}, *b)
+    runs[1].ranks[1].append({**runs[1].ranks[1][0], "losses": [earlier]})
+    report = compare_runs(*runs)
     assert f"{report['cause']}: {report['message']}".startswith(said), report
 
 
