@@ -273,6 +273,25 @@ def kept(diff):
             return f"the gradients of {side.label} are the other run's plus those of the step before, which were kept"
 
 
+def other_passes(diff):
+    """One run also calls backward() for other losses, such as that of an attack on the inputs, before its own loss.
+
+    The last passes of each group are those of its own loss: their mean is the other run's mean loss.
+    """
+    for side, other in diff.orders if not diff.factor else ():
+        ranks = [state["losses"] for state in side.states]
+        count = max(map(len, ranks)) * (len({*map(len, ranks)}) == 1)
+        if any("reset" in state["flags"] for state in side.states):
+            continue  # it sets the gradients of the other passes to zero
+        groups = [(size, own) for size in range(2, count + 1) if count % size == 0 for own in range(1, size)]
+        for size, own in groups:
+            loss = sum(losses[number] for losses in ranks for number in range(count) if number % size >= size - own)
+            if loss and math.isclose(loss / len(ranks), other.mean, rel_tol=EQUAL):
+                fact = (f"{size - own} of {size} backward passes of {side.label} are of other losses; the rest have "
+                        f"the other run's mean loss, {other.mean:.9g}")
+                return ("loss", fact) if side is diff.a else f"{fact}, but gradients of all passes"
+
+
 def clipped(state):
     """Return the factor by which clip_grad_norm_ has scaled the gradients of a step."""
     return math.prod(min(1, bound / (norm + 1e-6)) for norm, bound in state["clips"])
@@ -661,7 +680,7 @@ RULES = [
     ("optimizer", optimizer),
     # from here on, the gradients differ
     ("evaluation", evaluation), ("optimizer", old_weight), ("stale", stale), ("stale", kept), ("stale", reached),
-    ("no-gradient", unreduced),
+    ("stale", other_passes), ("no-gradient", unreduced),
     # gradients that are proportional or zero: other samples or losses cannot make them so
     ("clip", clip), ("scale", scale), ("no-gradient", no_gradient), ("group-scale", group_scale),
     # other samples: all that is computed from them differs

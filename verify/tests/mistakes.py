@@ -40,7 +40,7 @@ MISTAKES = [
     "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
     "flat", "flat, decayed", "flat, not sent", "averaged in a hook", "each sample",
     "each sample, one dropped", "each sample, other noise", "noise on gradients",
-    "set_epoch on rank 0"]
+    "set_epoch on rank 0", "penalty, attacked"]
 WAYS = ["well", "keywords", "nan", "by-hand", "complex", "turns", "turns-reset", "turns-alone", "closure"]
 
 
@@ -264,6 +264,9 @@ def train_in_micro_batches(mistake, rank, world):
         if "not reduced" in mistake and world > 1:
             model.set_requires_gradient_sync(not last)
         x.requires_grad_("penalty" in mistake)
+        if "attacked" in mistake:  # by the gradient with respect to x
+            loss = nn.functional.cross_entropy(model(x), y)
+            _ = loss.backward() if world > 1 else torch.autograd.grad(loss, x)
         with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
             loss = nn.functional.cross_entropy(wrapped(x), y, reduction="none" if "weighted" in mistake else "mean")
             if "taught" in mistake:
@@ -509,7 +512,7 @@ if __name__ == "__main__":
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists", "each sample",
              "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
-             "noise on gradients", "penalty", "scaled", "sharded", "weighted", "weighted, taught",
+             "noise on gradients", "penalty", "penalty, attacked", "scaled", "sharded", "weighted", "weighted, taught",
              "rows by hand, points"}  # also on one
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)

@@ -87,6 +87,7 @@ CAUSES = {
     "augmented, no set_epoch": "set-epoch", "two loaders, own mean": "uneven-mean",
     "two loaders, one order": "set-epoch", "two loaders, taken, one order": "set-epoch",
     "two loaders, taken, own mean": "uneven-mean", "penalty, constant": "no-gradient",
+    "penalty, attacked": "stale",
     "sharded, not reduced": "no-gradient", "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
     "weighted, own median": "evaluation", "weighted, taught": "evaluation", "flat, decayed": "optimizer",
     "flat, not sent": "optimizer", "each sample, one dropped": "batch-size"}
@@ -924,6 +925,20 @@ def batch(*samples, loader=0, indices=()):
     return {"batches": [[loader, [], [*samples], [], [*indices]]]}
 
 
+def test_gradients_that_are_added_twice_are_scaled():
+    runs = [made(label, [("w", [2], [1.0] * 3, [size] * 3, [1.0] * 3)]) for label, size in (("A", 1.0), ("B", 2.0))]
+    runs[1].states(0)[0]["losses"] *= 2
+    assert compare_runs(*runs)["cause"] == "scale"
+
+
+def test_weights_that_differ_by_rounding_are_copies():
+    """As after a step to the worst neighbour and back, as in SAM, with another norm on each rank."""
+    b = made("B", *[[("w", [2], [1.0, 1.0, 1.0 + rounding], [2.0] * 3, [1.0] * 3)] for rounding in (0, 1e-15)])
+    assert len(b.at(0)[1]) == 1
+    apart = made("B", *[[("w", [2], [1.0, 1.0, 1.0 + moved], [2.0] * 3, [1.0] * 3)] for moved in (0, 1e-3)])
+    assert len(apart.at(0)[1]) == 2
+
+
 CLASSES = [{"weights": [["weight of cross_entropy", [size] * 3]]} for size in (1.0, 2.0)]
 BUFFER = [{"unoptimized": [["buffer mean", [1], [size] * 3]]} for size in (1.0, 2.0)]
 
@@ -944,6 +959,15 @@ BUFFER = [{"unoptimized": [["buffer mean", [1], [size] * 3]]} for size in (1.0, 
     ("unknown", True, {"clips": [[0.6, 1e9]]}, [{"clips": [[600.0, 1e9]]}]),  # nothing was clipped
     ("clip", True, {"clips": [[0.6, 1.0]]}, [{"clips": [[0.6, 1.0], [0.5, 1.0]]}]),
     ("clip", True, {"clips": [[0.0, 1.0]]}, [{}]),  # by value
+    ("stale", True, {"losses": [1.5]}, [{"losses": [7.0, 1.0]}, {"losses": [9.0, 2.0]}]),
+    ("stale", True, {"losses": [1.5]}, [{"losses": [9.0, 0.5, 8.0, 1.0]}]),
+    ("stale", True, {"losses": [1.5]}, [{"losses": [9.0, 8.0, 0.5, 1.0]}]),
+    ("loss", True, {"losses": [9.0, 1.5]}, [{"losses": [1.5]}]),
+    ("loss", False, {"losses": [1.5]}, [{"losses": [9.0, 1.5], "flags": ["reset"]}]),  # sets them to zero
+    ("unknown", True, {"losses": [1.5]}, [{"losses": [1.5, 9.0]}]),  # as with GradCache
+    ("loss", False, {"losses": [1.5]}, [{"losses": [9.0, 1.0]}, {"losses": [2.0]}]),
+    ("loss", False, {"losses": [1.5]}, [{"losses": [9.0, 1.5, 8.0]}]),
+    ("unknown", True, {"losses": [0.0]}, [{"losses": [0.0, 0.0]}]),
     ("unknown", True, {"clips": [[0.6, 1.0]]}, [{}])])  # clipped by hand: else, the gradients are proportional
 def test_a_rule_says_whether_it_is_sure(cause, sure, a, b):
     report = compare_runs(*differing(a, *b))
