@@ -481,12 +481,16 @@ def samples(diff):
 def reset(diff):
     """In one run only, gradients are zero before a later micro-batch, but were not in earlier steps, which agree.
 
-    If they were, the program adds them up by hand.
+    If they were, the program adds them up by hand. If the losses differ, the pass before may be that of another loss.
     """
     runs = diff.a.run, diff.b.run
-    before = any("reset" in state["flags"] for run in runs for step in range(diff.step) for state in run.states(step))
-    if "reset" in runs[0].flags ^ runs[1].flags and not before:
-        return "gradients are zero before a later micro-batch"
+    if any("reset" in state["flags"] for run in runs for step in range(diff.step) for state in run.states(step)):
+        return None
+    left, right = ("reset" in run.flags for run in runs)
+    if right and not left:
+        return f"{UNSURE * (not diff.same_loss)}gradients are zero before a later micro-batch"
+    if left and not right and len({len(state["losses"]) for state in diff.states}) == 1:
+        return "stale", "A sets gradients to zero between the backward passes of a step, but B does not"
 
 
 def no_graph(diff):

@@ -18,7 +18,8 @@ def trace(report, a, b):
     if cause == "not-averaged" and not message.startswith(UNSURE):
         return report
     kind, module, place = value or ("", "", None)
-    is_input, unclear = "input" in kind, cause in ("uneven-mean", "loss", "unknown")
+    unclear = cause in ("uneven-mean", "loss", "unknown") or cause == "reset" and message.startswith(UNSURE)
+    is_input = "input" in kind
     origin = next((state["computed"][module] for run in (a, b) for state in run.at(step)[0]
                    if place == FIRST and module in state.get("computed", ())), "")
     norms = {name for run in (a, b) for state in run.at(step)[0] for name in state.get("norms", ())}

@@ -1195,6 +1195,27 @@ def test_a_program_that_has_always_reset_gradients_adds_them_up_by_hand(early, c
     assert compare_runs(a, b)["cause"] == cause
 
 
+@pytest.mark.parametrize(("resets", "losses", "cause", "sure"), [
+    ("b", [0.5, 1.0], "reset", True), ("b", [0.5, 1.2], "reset", False), ("a", [0.5, 1.2], "stale", True),
+    ("a", [1.2], "loss", False), ("ab", [0.5, 1.2], "loss", False)])
+def test_gradients_that_one_run_sets_to_zero_may_be_those_of_another_loss(resets, losses, cause, sure):
+    """If A, which is right, sets them to zero, B should: it has as many backward passes."""
+    runs = differing({"losses": [0.5, 1.0]}, {"losses": losses})
+    for each, name in zip(runs, "ab"):
+        each.flags = {"reset"} if name in resets else set()
+    report = compare_runs(*runs)
+    assert (report["cause"], not report["message"].startswith("not sure: ")) == (cause, sure), report
+
+
+@pytest.mark.parametrize("sure", [True, False])
+def test_an_unsure_reset_is_looked_at_again(sure):
+    """The pass before may be that of an attack, whose gradients B sets to zero, as it should."""
+    values = [{"passed": [["targets (integers)", "cross_entropy", True, 1, 8, size, size]]} for size in (1.0, 5.0)]
+    message = "evidence" if sure else "not sure: evidence"
+    found = trace({"step": 1, "cause": "reset", "message": message}, *differing(*values))
+    assert found["cause"] == ("reset" if sure else "loss"), found
+
+
 @pytest.mark.parametrize(("losses", "reach", "cause"), [
     ([1.0], 2, "no-gradient"), ([1.5], 2, "loss"), ([1.5], 0, "no-gradient")])
 def test_a_gradient_that_autograd_computes_as_zero_follows_from_another_loss(losses, reach, cause):
