@@ -59,10 +59,11 @@ class Difference:
         self.parallel = self.b if self.b.layout > self.a.layout else self.a  # the run with more parts
         means, sums = (self.a.mean, self.b.mean), ((self.a.loss, self.b.mean), (self.a.mean, self.b.loss))
         self.losses = next((pair for pair in sums if math.isclose(*pair)), means)  # ranks may have parts of a sum
-        firsts = [loss for state in self.states for loss in state["losses"][:1]]
         passes = {len(state["losses"]) for state in self.states}
-        if len(passes) > 1 and len(firsts) == len(self.states) and math.isclose(min(firsts), max(firsts)):  # GradCache
-            self.losses = firsts[0], firsts[-1]
+        firsts = [[state["losses"][0] for state in side.states if state["losses"]] for side in self.sides]
+        if len(passes) > 1 and [*map(len, firsts)] == [len(side.states) for side in self.sides]:
+            one, two = (sum(losses) / len(losses) for losses in firsts)
+            self.losses = (one, two) if math.isclose(one, two) else self.losses  # as with GradCache
         self.same_loss = math.isclose(*self.losses)  # also if none is known, as without backward()
         self.known = bool(passes - {0})
         self.flags = {flag for state in self.states for flag in state["flags"]}

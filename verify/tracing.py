@@ -10,7 +10,7 @@ INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
 def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
     step, cause, message = report["step"] - 1, report["cause"], report["message"]
-    value, draws = first_value(a, b, step), draws_that_differ(a, b, step)
+    value, draws = first_value(a, b, step, ordered=cause != "no-backward"), draws_that_differ(a, b, step)
     change = changed_on_ranks if cause == "not-averaged" else before_changes
     if answer := change(a, b, step, cause, draws):
         cause, fact = answer
@@ -127,7 +127,7 @@ def before_changes(a, b, step, cause, draws):
     """Return the cause and the evidence if the gradients after the last backward pass tell them, else None.
 
     The program may have changed these gradients before the step. If they agree, this change differs; if they do not,
-    it hides their factor from the rule `clip`.
+    it may have hidden their factor, as a clip by value does.
     """
     pairs = after_backward(a, b, step)
     if pairs and worst(pairs, "grad")[0] < EQUAL:
@@ -135,7 +135,7 @@ def before_changes(a, b, step, cause, draws):
             return "random", f"the program draws other random numbers in this step, {', '.join(drawn[:3])}"
         return "clip", (UNSURE + "the gradients agree after the last backward pass, so what changes them before the "
                         "step differs, such as averaging, clipping or scaling by hand")
-    if pairs and cause == "clip":
+    if pairs and (cause == "clip" or common_factor(pairs)[1] < EQUAL):
         cause, fact = Difference(a, b, step, "grad", pairs).explain()
         return cause, UNSURE * fact.startswith(UNSURE) + f"after the last backward pass, {fact.removeprefix(UNSURE)}"
 
@@ -217,11 +217,12 @@ def first_losses_agree(a, b, step):
     return any(math.isclose(first[0] / x, first[1] / y, rel_tol=EQUAL) for x in (1, len(one)) for y in (1, len(two)))
 
 
-def first_value(a, b, step, quiet=False):
+def first_value(a, b, step, quiet=False, ordered=True):
     """Return (kind, module, place) of the first input or output that differs in a step, () if none does, else None.
 
     Both runs must have recorded them. Two values are equal if their sums over ranks and micro-batches are equal, or if
-    each rank has the whole value. Values whose widths or sizes differ are slices or padded, and are not compared.
+    each rank has the whole value. Values whose widths or sizes differ are slices or padded, and are not compared. With
+    `ordered` False, as after equal losses, values that only stand in another order are equal, too.
     `place` is 0 inside a model, 1 for the first models, 2 for a model or loss that follows the output of another one,
     and SIZES if no value differs, but the size of a model's output does. If `quiet`, look at calls without gradients.
     """
@@ -236,7 +237,8 @@ def first_value(a, b, step, quiet=False):
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)
         shifted = "integers" in kind and "targets" not in kind and outermost and place == FIRST
-        if pairs and not shifted and not any(equal(*pair) for pair in pairs):
+        digits = 3 if ordered else 2  # of [size, squared norm, wave]
+        if pairs and not shifted and not any(equal(one[:digits], two[:digits]) for one, two in pairs):
             if kind == CONSTANT and any(proportional(*pair) for pair in pairs):
                 continue  # such as a mask that one program has divided by the number of ranks
             passed_on = "integers" in kind and pairs in indices  # by the outermost module

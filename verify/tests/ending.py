@@ -1,10 +1,10 @@
 """A small loop that ends as its argument says: normally, by an error, with nan, or without an optimizer step.
 
-"float32" ends by an error if it computes in float64. "keywords" ends normally; its model takes arguments that have the
-names of verify's own. "complex" reads complex numbers from a DataLoader, and its criterion ignores one label and
-weights the other. "closure" trains with LBFGS. "turns" has two optimizers, after steps that only create the state of
-two others; "turns-reset" also resets the gradients of the slower one too often. In "turns-alone", each optimizer has a
-backward pass of its own.
+"float32" ends by an error if it computes in float64. "rounded" adds a rounding error of float32. "keywords" ends
+normally; its model takes arguments that have the names of verify's own. "complex" reads complex numbers from a
+DataLoader, and its criterion ignores one label and weights the other. "closure" trains with LBFGS. "turns" has two
+optimizers, after steps that only create the state of two others; "turns-reset" also resets the gradients of the slower
+one too often. In "turns-alone", each optimizer has a backward pass of its own.
 """
 import sys
 
@@ -87,6 +87,8 @@ def loop(way):
             continue
         optimizer.zero_grad()
         outputs = model(function=inputs, module=1) if way == "keywords" else model(inputs)
+        if way == "rounded":
+            outputs = outputs + 1e-7
         if way == "float32" and step == 3:
             outputs = outputs @ torch.ones(1, 1, dtype=torch.float32)
         torch.nn.functional.binary_cross_entropy(outputs.sigmoid(), inputs[:, :1].sigmoid()).backward()

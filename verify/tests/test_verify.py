@@ -329,15 +329,20 @@ def test_gradients_after_the_backward_pass_are_compared_if_they_are_whole(record
     assert bool(after_backward(*runs, 0)) == known
 
 
-@pytest.mark.parametrize(("factor", "cause"), [(1.0, "clip"), (0.5, "clip"), (0.7, "unknown")])
-def test_gradients_that_are_averaged_by_hand_are_compared_as_means_or_sums(factor, cause):
+@pytest.mark.parametrize(("before", "factor", "first", "cause", "said"), [
+    ("unknown", 1.0, 1.0, "clip", "not sure: the gradients agree after the last backward pass"),
+    ("unknown", 0.5, 1.0, "clip", "not sure: the gradients agree after the last backward pass"),
+    ("unknown", 0.7, 1.0, "scale", "after the last backward pass, the gradients of B are 0.7 times"),
+    ("unknown", 1.0, 0.7, "unknown", "evidence"), ("clip", 1.0, 0.7, "group-scale", "after the last backward pass, ")])
+def test_gradients_that_are_averaged_by_hand_are_compared_as_means_or_sums(before, factor, first, cause, said):
     """The ranks' gradients after the backward pass have the mean 1 or, as parts of a sum, the mean 0.5."""
     a, b = differing({}, {}, {})
     digests = [1.0, 1.0, 2.0], [9.0, 0.5 * factor, 3.0 * factor], [7.0, 1.5 * factor, factor]
     for state, computed in zip(a.states(0) + b.states(0), digests):
         state["rows"] = [[*row, None, 2, {}, computed] for row in state["rows"]]
-    report = {"step": 1, "cause": "unknown", "message": "evidence"}
-    assert trace(report, a, b)["cause"] == cause
+    a.states(0)[0]["rows"][0][-1] = [first * value for value in digests[0]]
+    report = trace({"step": 1, "cause": before, "message": "evidence"}, a, b)
+    assert report["cause"] == cause and report["message"].startswith(said), report
 
 
 @pytest.mark.parametrize(("grad", "copy", "cause", "said"), [
@@ -383,11 +388,12 @@ def test_labels_that_one_run_ignores_are_counted(labels, cause):
     assert report["cause"] == cause and ("are not ignored in A" in report["message"]) == (cause == "loss"), report
 
 
-@pytest.mark.parametrize(("losses", "cause"), [([3.0, 9.0], "no-backward"), ([4.0, 9.0], "loss")])
+@pytest.mark.parametrize(("losses", "cause"), [
+    ([3.0, 3.0], "no-backward"), ([4.0, 4.0], "loss"), ([2.5, 3.5], "no-backward")])
 def test_passes_that_only_pass_cached_gradients_back_have_no_losses(losses, cause):
-    """As in GradCache: each rank's first backward pass has the whole loss."""
+    """As in GradCache: each rank's first backward pass has the whole loss, or that of its rows."""
     a, b = differing({"losses": [3.0]}, *[
-        {"losses": losses, "batches": [[0, [], [sample], [], []]]} for sample in (1.0, 2.0)])
+        {"losses": [loss, 9.0], "batches": [[0, [], [sample], [], []]]} for loss, sample in zip(losses, (1.0, 2.0))])
     for state in a.states(0) + b.states(0):
         state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
     report = trace(compare_runs(a, b), a, b)
@@ -967,6 +973,7 @@ BUFFER = [{"unoptimized": [["buffer mean", [1], [size] * 3]]} for size in (1.0, 
     ("unknown", True, {"losses": [1.5]}, [{"losses": [1.5, 9.0]}]),  # as with GradCache
     ("loss", False, {"losses": [1.5]}, [{"losses": [9.0, 1.0]}, {"losses": [2.0]}]),
     ("loss", False, {"losses": [1.5]}, [{"losses": [9.0, 1.5, 8.0]}]),
+    ("loss", False, {"losses": [1.0, 2.0]}, [{"losses": []}, {"losses": [1.0, 2.5]}]),  # the last stage of a pipeline
     ("unknown", True, {"losses": [0.0]}, [{"losses": [0.0, 0.0]}]),
     ("unknown", True, {"clips": [[0.6, 1.0]]}, [{}])])  # clipped by hand: else, the gradients are proportional
 def test_a_rule_says_whether_it_is_sure(cause, sure, a, b):
@@ -1257,6 +1264,16 @@ def test_integers_matter_only_if_what_follows_from_them_differs(size, cause, sai
                           ["output", "layer", False, 4, 8, mass, mass]]} for edges, mass in ((1.0, 1.0), (5.0, size))]
     found = trace({"step": 1, "cause": "loss", "message": "evidence"}, *differing(*values))
     assert found["cause"] == cause and said in found["message"], found
+
+
+@pytest.mark.parametrize(("cause", "size", "said"), [
+    ("no-backward", 5.0, "the outputs of all modules agree"), ("no-backward", 6.0, "the output of Net differs"),
+    ("loss", 5.0, "the output of Net differs")])
+def test_after_equal_losses_values_in_another_order_are_equal(cause, size, said):
+    """Such as the logits for gathered rows, which stand in the order of the ranks."""
+    values = [{"passed": [["output", "Net", True, 4, 8, *sums]]} for sums in ((5.0, 1.0), (size, 3.0))]
+    found = trace({"step": 1, "cause": cause, "message": "evidence"}, *differing(*values))
+    assert said in found["message"], found
 
 
 @pytest.mark.parametrize(("size", "named"), [(1.0, True), (2.0, False)])
@@ -1735,11 +1752,14 @@ def test_noise_is_no_part_of_a_gradient():
 
 
 @pytest.mark.nightly
-def test_a_run_that_only_float64_ends_is_compared_in_its_own_precision():
-    commands = (f"{PYTHON} {HERE / 'ending.py'} {way}" for way in ("well", "float32"))
+@pytest.mark.parametrize(("way", "note"), [
+    ("float32", "note: in float64, command B fails after 3 step(s)"),
+    ("rounded", "note: in float64, the runs differ by")])
+def test_runs_that_float64_does_not_suit_are_compared_in_their_own_precision(way, note):
+    commands = (f"{PYTHON} {HERE / 'ending.py'} {each}" for each in ("well", way))
     said = run(PYTHON, "-m", "verify", *commands, env=FROM_ROOT)
     assert said.code == 0 and "\nsame: 6 steps" in said.out
-    assert said.out.splitlines()[-1].startswith("note: in float64, command B fails after 3 step(s)")
+    assert said.out.splitlines()[-1].startswith(note)
 
 
 def test_inputs_that_are_integers_are_recorded_apart():
