@@ -127,7 +127,7 @@ def before_changes(a, b, step, cause, draws):
     """Return the cause and the evidence if the gradients after the last backward pass tell them, else None.
 
     The program may have changed these gradients before the step. If they agree, this change differs; if they do not,
-    it may have hidden their factor, as a clip by value does.
+    it may hide what is missing or scaled, as a clip does.
     """
     pairs = after_backward(a, b, step)
     if pairs and worst(pairs, "grad")[0] < EQUAL:
@@ -135,9 +135,11 @@ def before_changes(a, b, step, cause, draws):
             return "random", f"the program draws other random numbers in this step, {', '.join(drawn[:3])}"
         return "clip", (UNSURE + "the gradients agree after the last backward pass, so what changes them before the "
                         "step differs, such as averaging, clipping or scaling by hand")
-    if pairs and (cause == "clip" or common_factor(pairs)[1] < EQUAL):
-        cause, fact = Difference(a, b, step, "grad", pairs).explain()
-        return cause, UNSURE * fact.startswith(UNSURE) + f"after the last backward pass, {fact.removeprefix(UNSURE)}"
+    if pairs:
+        found, fact = Difference(a, b, step, "grad", pairs).explain()
+        if cause == "clip" or found in ("clip", "scale", "group-scale", "no-gradient"):
+            unsure = UNSURE * fact.startswith(UNSURE)
+            return found, f"{unsure}after the last backward pass, {fact.removeprefix(UNSURE)}"
 
 
 def changed_on_ranks(a, b, step, cause, draws):

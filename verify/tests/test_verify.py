@@ -330,17 +330,21 @@ def test_gradients_after_the_backward_pass_are_compared_if_they_are_whole(record
 
 
 @pytest.mark.parametrize(("before", "factor", "first", "cause", "said"), [
-    ("unknown", 1.0, 1.0, "clip", "not sure: the gradients agree after the last backward pass"),
-    ("unknown", 0.5, 1.0, "clip", "not sure: the gradients agree after the last backward pass"),
-    ("unknown", 0.7, 1.0, "scale", "after the last backward pass, the gradients of B are 0.7 times"),
-    ("unknown", 1.0, 0.7, "unknown", "evidence"), ("clip", 1.0, 0.7, "group-scale", "after the last backward pass, ")])
+    ("unknown", 1.0, [1, 1, 1], "clip", "not sure: the gradients agree after the last backward pass"),
+    ("unknown", 0.5, [1, 1, 1], "clip", "not sure: the gradients agree after the last backward pass"),
+    ("unknown", 0.7, [1, 1, 1], "scale", "after the last backward pass, the gradients of B are 0.7 times"),
+    ("unknown", 1.0, [2, 2, 2], "group-scale", "after the last backward pass, 1 of 2 gradients of B are "),
+    ("unknown", 0.7123, [1, 1, 1], "clip", "not sure: after the last backward pass, the gradients of B are 0.71"),
+    ("unknown", 1.0, [0, 0, 0], "no-gradient", "after the last backward pass, 1 parameter(s) get no gradient in A"),
+    ("unknown", 1.0, [2, 1, 3], "unknown", "evidence"),
+    ("clip", 1.0, [2, 1, 3], "no-backward", "not sure: after the last backward pass, equal mean losses")])
 def test_gradients_that_are_averaged_by_hand_are_compared_as_means_or_sums(before, factor, first, cause, said):
     """The ranks' gradients after the backward pass have the mean 1 or, as parts of a sum, the mean 0.5."""
     a, b = differing({}, {}, {})
     digests = [1.0, 1.0, 2.0], [9.0, 0.5 * factor, 3.0 * factor], [7.0, 1.5 * factor, factor]
     for state, computed in zip(a.states(0) + b.states(0), digests):
         state["rows"] = [[*row, None, 2, {}, computed] for row in state["rows"]]
-    a.states(0)[0]["rows"][0][-1] = [first * value for value in digests[0]]
+    a.states(0)[0]["rows"][0][-1] = [x * y for x, y in zip(first, digests[0])]
     report = trace({"step": 1, "cause": before, "message": "evidence"}, a, b)
     assert report["cause"] == cause and report["message"].startswith(said), report
 
