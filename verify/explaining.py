@@ -535,6 +535,12 @@ def flat(diff):
 def no_backward(diff):
     """The losses are equal, but the gradients differ: a collective passes back a wrong gradient, or none."""
     if diff.same_loss and any(diff.losses) and len(diff.a.states) != len(diff.b.states):
+        for side in diff.sides:
+            losses = [loss_of(state) for state in side.states if state["losses"]]
+            alike = all(equal(state["samples"], side.states[0]["samples"]) for state in side.states)
+            if side.run.cut == len(losses) > 1 and alike and diff.seen and not math.isclose(min(losses), max(losses)):
+                return "loss", (f"{UNSURE}the ranks of {side.label} have parts of tensors and read equal samples, but "
+                                f"have different losses, {losses[0]:.9g} and {losses[1]:.9g}")
         fact = f"equal mean losses, {diff.losses[0]:.9g}, but different gradients" + which_agree(diff)
         if lost(diff):
             return fact + lost(diff)

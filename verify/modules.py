@@ -7,7 +7,7 @@ import re
 import torch
 
 from .digests import NOT_FINITE, digest, real, wave
-from .records import CONSTANT, UNNAMED, WEIGHT
+from .records import CONSTANT, FROZEN, UNNAMED, WEIGHT
 
 
 class Modules:
@@ -58,13 +58,16 @@ class Modules:
                                    and real(item).is_floating_point()), key=lambda pair: pair[0])
         return [names.get(id(item), UNNAMED) for item in parameters]
 
-    def weights(self, module):
-        """Note the weights with which a module computes, in the form of passes(), if this rank has all of them."""
-        own = [item.detach() for item in module._parameters.values()
-               if type(item) is torch.nn.Parameter and not item.is_meta]
-        if id(module) in self.names and own:
-            digests = digest(own)
-            self.passed.append(["weights", self.names[id(module)], False, 0, 1,
+    def weights(self, module, quiet=""):
+        """Note the weights with which a module computes, in the form of passes(), if this rank has all of them.
+
+        In a call without gradients (`quiet`), note only those that are frozen.
+        """
+        own = [item for item in module._parameters.values() if type(item) is torch.nn.Parameter and not item.is_meta]
+        kind = "weights" if any(item.requires_grad for item in own) else FROZEN
+        if id(module) in self.names and own and (kind == FROZEN or not quiet):
+            digests = digest([item.detach() for item in own])
+            self.passed.append([kind, self.names[id(module)], False, 0, sum(item.numel() for item in own),
                                 *[sum(numbers) for numbers in zip(*digests)][:2]])
 
     def passes(self, kind, module, value, outermost):

@@ -286,8 +286,8 @@ class Recorder:
                 tensors = None
         if module.training and any(word in type(module).__name__ for word in self.resting):
             module.eval()
-        quiet = QUIET * (not torch.is_grad_enabled() and not backward_runs())
-        shown = self.shows() and (training or bool(quiet))
+        quiet = QUIET * (not torch.is_grad_enabled())
+        shown = self.shows() and not backward_runs()
         if shown:
             if id(module) not in self.modules.names:
                 self.modules.find((), self.optimized)  # before the first step of an optimizer, or a new module
@@ -295,8 +295,7 @@ class Recorder:
             self.modules.passes(f"{quiet}input", module, (args, more), outermost)
             if origin := outermost and self.origin(tensors_of((args, more))):
                 self.modules.computed[self.modules.names.get(id(module))] = origin
-            if not quiet:
-                self.modules.weights(module)
+            self.modules.weights(module, quiet)
         self.depth += 1
         self.draws.inside.append(self.modules.names.get(id(module)))
         try:

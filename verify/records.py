@@ -16,6 +16,7 @@ REACHED = 2  # as in recording.py
 INPUTS = -1  # in place of a loader's number: these samples are inputs of models
 LEAVES = -2  # such inputs that need a gradient: points of a PINN, or what a stage of a pipeline has received
 QUIET = "no_grad "  # precedes "input" or "output" of a call without gradients, as of a teacher or a policy
+FROZEN = "frozen"  # in place of "weights": those that need no gradient
 CONSTANT = "constant"  # in place of "input" or "output": what enters a loss besides the outputs of modules
 UNNAMED = "parameter"  # the name of a parameter that no module has
 WEIGHT = "weight "  # precedes the name of a module's parameter that no optimizer holds

@@ -2,7 +2,7 @@
 import math
 
 from .explaining import UNSEEN, UNSURE, Difference, are_inputs, common_factor, read_once, remedy
-from .records import CONSTANT, EQUAL, QUIET, equal, match, worst
+from .records import CONSTANT, EQUAL, FROZEN, QUIET, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
 
@@ -11,6 +11,9 @@ def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
     step, cause, message = report["step"] - 1, report["cause"], report["message"]
     value, draws = first_value(a, b, step, ordered=cause != "no-backward"), draws_that_differ(a, b, step)
+    if cause != "not-averaged" and (fact := frozen_weights(a, b, step)):
+        cause = "buffers" if step else "start"  # such as an average of another model
+        return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
     change = changed_on_ranks if cause == "not-averaged" else before_changes
     if answer := change(a, b, step, cause, draws):
         cause, fact = answer
@@ -207,6 +210,19 @@ def changed_weights(a, b, step, module):
                            f"something, such as SAM, has changed them in between{gradients}")
 
 
+def frozen_weights(a, b, step):
+    """Return text that says so if a rank has a frozen module with weights that no module of rank 0 of A has."""
+    found = [(run, rank, {(row[1], row[4]): row[5:] for row in reversed(state["passed"]) if row[0] == FROZEN})
+             for run in (a, b) for rank, state in zip(run.ranks, run.at(step)[0])]
+    first = found[0][2]
+    for run, rank, modules in found[1:]:
+        for key, weights in modules.items():
+            if key in first and not any(equal(weights, other) for other in first.values()):
+                return (f"the weights of {key[0]}, which are frozen, differ between rank 0 of A and rank {rank} of "
+                        f"{run.label}")
+    return ""
+
+
 def first_losses_agree(a, b, step):
     """Return whether the losses of a step's first backward pass have equal means or sums over the ranks in both runs.
 
@@ -232,8 +248,8 @@ def first_value(a, b, step, quiet=False, ordered=True):
         return None
     left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
     other = other_modules(a, b, step)
-    shared = [key for key in left[1] if key in right[1] and key[0] != "weights" and key[0].startswith(QUIET) == quiet
-              and not f"{key[1]}.".startswith(other)]
+    shared = [key for key in left[1] if key in right[1] and key[0] not in ("weights", FROZEN)
+              and key[0].startswith(QUIET) == quiet and not f"{key[1]}.".startswith(other)]
     place, unlike, indices, integers = FIRST, None, [], None
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
@@ -265,7 +281,8 @@ def proportional(one, two):
 
 def other_modules(a, b, step):
     """Return how names begin that two modules have: each stage of a pipeline may have a module "0"."""
-    weights = [[{row[1]: row[5:] for row in reversed(state["passed"]) if row[0] == "weights"}  # of the first calls
+    weights = [[{row[1]: row[5:] for row in reversed(state["passed"])
+                 if row[0] in ("weights", FROZEN)}  # of the first calls
                 for state in run.at(step)[0]] for run in (a, b)]
     unlike = {name for found in sum(weights, []) for name in found if any(
         not equal(found[name], other.get(name, found[name])) for other in sum(weights, []))}

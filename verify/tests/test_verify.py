@@ -1,4 +1,5 @@
 """verify names the step, parameter and cause of a difference in records of small loops, forked from one process."""
+import contextlib
 import copy
 import functools
 import json
@@ -45,6 +46,7 @@ from verify.recording import (
     options_of,
 )
 from verify.records import (
+    FROZEN,
     INPUTS,
     LEAVES,
     MIXED,
@@ -1984,6 +1986,44 @@ def test_a_state_that_the_last_call_has_returned_is_named_as_the_origin_of_an_in
     assert found == [[], []], "the state of the call before the last one"
     Recorder.call(recorder, torch.nn.RNN.forward, layer, torch.ones(2, 4), state.detach())
     assert recorder.modules.computed == {"RNN": "a part of which the last call has returned, such as a state"}
+
+
+def test_a_frozen_network_in_evaluation_mode_is_recorded_with_its_weights():
+    recorder = SimpleNamespace(depth=0, native=True, resting=(), optimized=set(), shows=lambda: True, draws=Draws(),
+                               samples=Samples(None), modules=Modules(), origin=lambda tensors: "")
+    frozen, found = torch.nn.Linear(4, 3).eval().requires_grad_(False), []
+    for context in (contextlib.nullcontext(), torch.no_grad()):
+        with context:
+            Recorder.call(recorder, torch.nn.Linear.forward, frozen, torch.ones(2, 4))
+        found.append([row[0] for row in recorder.modules.passed])
+        recorder.modules.passed = []
+    assert found == [["input", FROZEN, "output"], ["no_grad input", FROZEN, "no_grad output"]]
+    recorder.modules.weights(frozen.requires_grad_(), "no_grad ")
+    assert not recorder.modules.passed
+
+
+@pytest.mark.parametrize(("step", "ours", "cause", "said"), [
+    (0, [2.0, 3.0], "start", "differ between rank 0 of A and rank 0 of B"), (0, [1.0, 3.0], "start", "rank 1 of B"),
+    (1, [2.0, 2.0], "buffers", "rank 0 of B"), (0, [1.0, 1.0], "loss", "evidence"),
+    (0, [7.0, 7.0], "loss", "evidence")])  # A has a module with these weights: it has this name in another stage
+def test_frozen_weights_that_differ_are_named(step, ours, cause, said):
+    values = [{"passed": [[FROZEN, "net", False, 0, 8, size, size]]} for size in (1.0, *ours)]
+    values[0]["passed"].append([FROZEN, "other", False, 0, 8, 7.0, 7.0])
+    runs = differing(*values)
+    runs = preceded(runs, [1.0, 2.0], [1.0], [2.0]) if step else runs
+    found = trace({"step": step + 1, "cause": "loss", "message": "evidence"}, *runs)
+    assert found["cause"] == cause and said in found["message"], found
+
+
+@pytest.mark.parametrize(("cut", "samples", "losses", "cause"), [
+    (2, [1.0, 1.0], [0.8, 1.2], "loss"), (1, [1.0, 1.0], [0.8, 1.2], "no-backward"),
+    (2, [1.0, 2.0], [0.8, 1.2], "no-backward"), (2, [1.0, 1.0], [1.0, 1.0], "no-backward")])
+def test_ranks_with_parts_of_tensors_have_equal_losses_for_equal_samples(cut, samples, losses, cause):
+    a, b = differing(batch(*{*samples}), *[batch(sample) | {"losses": [loss]}
+                                           for sample, loss in zip(samples, losses)])
+    b.cut = cut
+    report = compare_runs(a, b)
+    assert report["cause"] == cause and report["message"].startswith("not sure: "), report
 
 
 @pytest.mark.parametrize(("backwards", "joins", "reach"), [(0, False, REACHED), (0, True, UNREACHED),
