@@ -281,16 +281,16 @@ def other_passes(diff):
     """
     for side, other in diff.orders if not diff.factor else ():
         ranks = [state["losses"] for state in side.states]
-        count = max(map(len, ranks)) * (len({*map(len, ranks)}) == 1)
-        if any("reset" in state["flags"] for state in side.states):
-            continue  # it sets the gradients of the other passes to zero
+        count, resets = len(ranks[0]), any("reset" in state["flags"] for state in side.states)
+        if resets or any(len(losses) != count for losses in ranks):
+            continue  # it sets the gradients of the other passes to zero, or the passes cannot be grouped
         groups = [(size, own) for size in range(2, count + 1) if count % size == 0 for own in range(1, size)]
         for size, own in groups:
             loss = sum(losses[number] for losses in ranks for number in range(count) if number % size >= size - own)
             if loss and math.isclose(loss / len(ranks), other.mean, rel_tol=EQUAL):
-                fact = (f"{size - own} of {size} backward passes of {side.label} are of other losses; the rest have "
-                        f"the other run's mean loss, {other.mean:.9g}")
-                return ("loss", fact) if side is diff.a else f"{fact}, but gradients of all passes"
+                fact = (f"{size - own} of {size} backward passes of {side.label} are of other losses: without them, "
+                        f"its mean loss is that of {other.label}, {other.mean:.9g}")
+                return ("loss", fact) if side is diff.a else f"{fact}, but it keeps their gradients"
 
 
 def clipped(state):

@@ -251,11 +251,11 @@ def first_value(a, b, step, quiet=False, ordered=True):
     shared = [key for key in left[1] if key in right[1] and key[0] not in ("weights", FROZEN)
               and key[0].startswith(QUIET) == quiet and not f"{key[1]}.".startswith(other)]
     place, unlike, indices, integers = FIRST, None, [], None
+    digits = 3 if ordered else 2  # of [size, squared norm, wave]
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)
         shifted = "integers" in kind and "targets" not in kind and outermost and place == FIRST
-        digits = 3 if ordered else 2  # of [size, squared norm, wave]
         if pairs and not shifted and not any(equal(one[:digits], two[:digits]) for one, two in pairs):
             if kind == CONSTANT and any(proportional(*pair) for pair in pairs):
                 continue  # such as a mask that one program has divided by the number of ranks

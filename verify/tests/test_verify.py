@@ -949,6 +949,8 @@ def test_weights_that_differ_by_rounding_are_copies():
     assert len(b.at(0)[1]) == 1
     apart = made("B", *[[("w", [2], [1.0, 1.0, 1.0 + moved], [2.0] * 3, [1.0] * 3)] for moved in (0, 1e-3)])
     assert len(apart.at(0)[1]) == 2
+    stages = made("B", *[[("bias", [size], [0.0] * 3, [2.0] * 3, [1.0] * 3)] for size in (2, 3)])
+    assert len(stages.at(0)[1]) == 2
 
 
 CLASSES = [{"weights": [["weight of cross_entropy", [size] * 3]]} for size in (1.0, 2.0)]
@@ -2010,6 +2012,8 @@ def test_a_frozen_network_in_evaluation_mode_is_recorded_with_its_weights():
 def test_frozen_weights_that_differ_are_named(before, step, ours, cause, said):
     values = [{"passed": [[FROZEN, "net", False, 0, 8, size, size]]} for size in (1.0, *ours)]
     values[0]["passed"].append([FROZEN, "other", False, 0, 8, 7.0, 7.0])
+    values[1]["passed"] += [[FROZEN, "net", False, 0, 8, 5.0, 5.0],  # a later call, after an update of an average
+                            [FROZEN, "of B alone", False, 0, 8, 6.0, 6.0]]
     runs = differing(*values)
     runs = preceded(runs, [1.0, 2.0], [1.0], [2.0]) if step else runs
     found = trace({"step": step + 1, "cause": before, "message": "evidence"}, *runs)
