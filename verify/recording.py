@@ -446,12 +446,10 @@ class Recorder:
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites,
                    places=self.modules.places, divisors=self.modules.divisors, computed=self.modules.computed,
                    norms=local, states=self.restored[0])
-        samples = [sample for _, _, found, *_ in self.samples.batches for sample in found]
-        batches = [[loader, counts, [value for value, *_ in found], *rest]
-                   for loader, counts, found, *rest in self.samples.batches]
-        self.write("joined" if self.joins else "step", optimizer=number, batches=batches,
-                   labels=[label for _, label, _ in samples],
-                   size=0 if self.samples.trained else max((size for *_, size in samples), default=0),
+        self.write("joined" if self.joins else "step", optimizer=number,
+                   batches=[batch for *batch, _, _ in self.samples.batches],
+                   labels=[label for *_, labels, _ in self.samples.batches for label in labels],
+                   size=0 if self.samples.trained else max((size for *_, size in self.samples.batches), default=0),
                    losses=[*map(float, self.losses)], counts=self.counts, clips=self.clips, flags=[*self.flags],
                    lost=self.lost, weights=self.weights, reached=[*map(sorted, self.reached_by)],
                    graphs=self.graphs / max(self.backwards, 1),

@@ -239,12 +239,13 @@ def weight_of(target, weight, ignored=-100):
 
 
 def described(number, parts, indices=()):
-    """Return what is recorded of a batch: the number of its loader, counts, samples, each part's ends, and indices."""
+    """Return what is recorded of a batch: its loader, counts, samples, ends of parts, indices, labels, size."""
     parts = [real(part.detach()).cpu() if isinstance(part, torch.Tensor) else part for part in parts]
     ends = [(*padding_of(part), digest_of_ones(part.shape[1:], n)) if isinstance(part, torch.Tensor) else (0, 0, 0)
             for n, part in enumerate(parts, 1)]
-    indices = [int(index) for index in indices if isinstance(index, numbers.Integral)]  # others may be names
-    return number, counts_of(parts), samples_of(parts), ends, indices
+    indices = [int(index) for index in indices if isinstance(index, (int, numbers.Integral))]  # else, a name
+    samples, *rest = samples_of(parts)
+    return number, counts_of(parts), samples, ends, indices, *rest
 
 
 def padding_of(part):
@@ -266,7 +267,7 @@ def digest_of_ones(shape, n):
 
 
 def samples_of(parts):
-    """Return (digest, digest of label, number of values) per sample. Augmentation changes only the first digest."""
+    """Return each sample's digest, that of each one's label, which no augmentation changes, and a sample's size."""
     rows = len(parts[0]) if parts else 0
     digest, labels = torch.zeros(2, rows, dtype=torch.float64, device="cpu")
     for n, part in enumerate([part for part in parts if len(part) == rows > 0], 1):
@@ -276,7 +277,7 @@ def samples_of(parts):
         else:
             digest += torch.cat([digests_of(joined(row)[None], n) for row in part])
     size = sum(item.numel() for part in parts if len(part) == rows > 0 for item in tensors_in(part[0]))
-    return [(*pair, size) for pair in zip(digest.tolist(), labels.tolist())]
+    return digest.tolist(), labels.tolist(), size
 
 
 def digests_of(part, n):

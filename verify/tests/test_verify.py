@@ -456,11 +456,11 @@ def test_what_each_sample_has_is_no_part_of_the_batch():
     targets = [{"boxes": torch.ones(n, 4), "labels": torch.ones(n), "name": "cat"} for n in (2, 1)]
     for batch in ((images, targets), {"images": images, "targets": targets}):
         found = by_sample(batch, 2)
-        assert found == [images, targets] and [number for *_, number in samples_of(found)] == [3 * 64 + 10] * 2
+        assert found == [images, targets] and samples_of(found)[2] == 3 * 64 + 10
         assert [row[0] for row in counts_of(found)] == [6, 3, 3]  # channels, boxes and labels
     for batch in ([*zip(images, targets)], [{"image": image, **target} for image, target in zip(images, targets)]):
         found = by_sample(batch, 2)
-        assert found == [batch] and [number for *_, number in samples_of(found)] == [3 * 64 + 10] * 2
+        assert found == [batch] and samples_of(found)[2] == 3 * 64 + 10
         assert [row[0] for row in counts_of(found)] == [6, 3, 3]
     assert by_sample([{"view": torch.ones(2, 3)}, {"view": torch.ones(2, 3)}], 2) == []  # two parts of two samples?
     assert [len(part) for part in by_sample((images, [torch.ones(5), torch.ones(7)]), 2)] == [2, 2]
@@ -470,12 +470,12 @@ def test_what_each_sample_has_is_no_part_of_the_batch():
     sparse = [torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]
     assert by_sample((sparse[0], images, sparse[:1] * 2, sparse[1:] * 2), 2) == [images]
     (rows,) = by_sample([{"adjacency": sparse, "x": torch.ones(5)}] * 2, 2)
-    assert [number for *_, number in samples_of([rows])] == [5, 5]
+    assert samples_of([rows])[2] == 5
     found = by_sample((images, [{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(3)}]), 2)
-    assert len(samples_of(found)) == 2 and [row[0] for row in counts_of(found)] == [6]
-    before = samples_of([targets])
+    assert len(samples_of(found)[0]) == 2 and [row[0] for row in counts_of(found)] == [6]
+    before = samples_of([targets])[0]
     targets[1]["labels"] *= 2
-    assert [one == two for one, two in zip(before, samples_of([targets]))] == [True, False]
+    assert [one == two for one, two in zip(before, samples_of([targets])[0])] == [True, False]
 
 
 def test_ranks_that_train_apart_are_not_comparable_with_one(records):
@@ -668,8 +668,7 @@ def test_padding_to_the_longest_sample_adds_nothing(pad):
             padded = [torch.nn.functional.pad(data[number], (0, longest[1] - data[number].shape[1],
                                                              0, longest[0] - data[number].shape[0]), value=pad)
                       for number in share]
-            loader, counts, samples, *rest = described(0, [torch.stack(padded), torch.tensor(share)])
-            state["batches"] = [[loader, counts, [value for value, *_ in samples], *rest]]
+            state["batches"] = [described(0, [torch.stack(padded), torch.tensor(share)])[:5]]
         return found
 
     a = of("A", range(6))
@@ -1807,7 +1806,7 @@ def test_both_parts_of_complex_numbers_are_recorded():
         modules.find([*layer.parameters()], {*map(id, layer.parameters())})
         modules.passes("input", layer, value, True)
         assert widened(value).dtype == torch.complex128
-        found += [[*digest([value])[0], *(row[:2] for row in described(0, [value])[2]), modules.passed[0][-1],
+        found += [[*digest([value])[0], *described(0, [value])[2], modules.passed[0][-1],
                    digest([item for _, item in modules.unoptimized])[0]]]
         del layer
     assert not any(one == other for one, other in list(zip(*found))[1:])
