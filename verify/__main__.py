@@ -45,7 +45,7 @@ def verify(commands, folder, steps=0, timeout=600.0, twice=False, fresh=(), rest
     exact = report["cause"] in ("learning-rate", "rank-lr", "optimizer", "buffers") or (
         report["cause"], report["column"]) == ("clip", "grad")
     low = differs and (report["difference"] or 1) < 1e-5 and not exact
-    if {*report["dtypes"]} - {"torch.float64"} or broken or low:
+    if {*report["dtypes"]} - {"torch.float64", "torch.complex128"} or broken or low:
         native, notes = True, [float64_fails(failed, report["steps"])] * broken
         if low:
             notes.append(f"in float64, the runs differ by {report['difference']:.1e} in step {report['step']}, as by a "

@@ -55,7 +55,7 @@ def float64_fails(failed, steps):
         if failure:
             error = (failure.said.splitlines() or [failure.why])[-1].strip()
             command = f"command {label}" if len(failed) > 1 else "the command"
-            change = "; to compare in float64, replace a fixed torch.float32 by the dtype of another tensor"
+            change = "; to compare in float64, replace a fixed float32 or complex64 by the dtype of another tensor"
             return (f"in float64, {command} fails after {count} step(s), so the runs had their own precision, which "
                     f"proves less{change * bool(PRECISION.search(failure.said))}: {error}")
     return ""

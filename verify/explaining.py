@@ -495,9 +495,10 @@ def reset(diff):
 
 
 def no_graph(diff):
-    """In one run only, gradients that enter the loss are constants."""
-    one, two = (max(state["graphs"] for state in side.states) for side in diff.sides)
-    if one != two:
+    """In one run only, gradients that enter the loss are constants, and the ranks do not share these gradients."""
+    counts = [[state["graphs"] for state in side.states] for side in diff.sides]
+    one, two = map(max, counts)
+    if one != two and sum(counts[0]) != sum(counts[1]):
         return (f"for each backward pass, A computes {one:g} gradient(s) with create_graph=True, B {two:g}: the "
                 "others are constants in the loss")
 

@@ -49,7 +49,8 @@ def patches(stepping):
     def create(function, *args, **more):
         """Create a parameter or a buffer in float64 instead of float32, which a module may have as an argument."""
         def wide(value):
-            return value.double() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+            single = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.complex64)
+            return widened(value) if single else value
 
         return function(*map(wide, args), **{name: wide(value) for name, value in more.items()})
 

@@ -1,10 +1,12 @@
 """What first differs in one step, for which both runs have recorded values, draws and gradients, too."""
+import collections
 import math
 
 from .explaining import UNSEEN, UNSURE, Difference, are_inputs, common_factor, read_once, remedy
 from .records import CONSTANT, EQUAL, FROZEN, QUIET, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
+EARLY = ", before the first forward pass)"  # ends the place of draws in draws.py
 
 
 def trace(report, a, b):
@@ -49,14 +51,16 @@ def trace(report, a, b):
     elif value:
         before[FIRST] = f", {origin}" if origin else before[FIRST]
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
-    if unclear and (value == () or kind == CONSTANT) and (divided := unequal_divisors(a, b, step)):
+    if unclear and (value == () or kind == CONSTANT or place == SIZES) and (divided := unequal_divisors(a, b, step)):
+        divided = "the outputs of all modules agree; " * (place != SIZES) + divided
         return {**report, "cause": "uneven-mean", "message": f"{divided}: {remedy('uneven-mean')}"}
     changed = unclear and value and not is_input and changed_weights(a, b, step, module)
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
     fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
     if draws and not in_model and (unclear or cause == "random" or fallback):
         one, two = samples_of_both(a, b, step)
-        cause = "samples" if value or not equal(one, two) else "random"  # no value that a module has differs
+        noise = equal(one, two) and (not value or "output" in kind)  # no input differs, such as noise on the weights
+        cause = "random" if noise else "samples"
         fact = fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
@@ -89,33 +93,39 @@ def unequal_divisors(a, b, step):
     """Return text that says so if one run divides its losses by different numbers, whose sum the other divides by."""
     runs = []
     for run in (a, b):
-        found = {}  # {which: [(sums, file and line), ...] of all ranks and micro-batches}
-        for which, *divisor in (each for state in run.at(step)[0] for each in state.get("divisors", ())):
-            found.setdefault(which, []).append(divisor)
-        runs.append(found)
-    for mine, others, label, other in ((runs[1], runs[0], "B", "A"), (runs[0], runs[1], "A", "B")):
+        found = {}  # {(which, rank): [(sums, file and line) of each micro-batch, ...]}
+        for rank, state in enumerate(run.at(step)[0]):
+            for which, *divisor in state.get("divisors", ()):
+                found.setdefault((which, rank), []).append(divisor)
+        every, once = {}, {}
+        for (which, _), divisors in found.items():
+            shared = all(equal(sums, divisors[0][0]) for sums, _ in divisors)  # by all micro-batches
+            every.setdefault(which, []).extend(divisors)
+            once.setdefault(which, []).extend(divisors[:1] if shared else divisors)
+        runs.append((every, once))
+    for mine, others, label, other in (pair for one, two in zip(*runs) for pair in (
+            (two, one, "B", "A"), (one, two, "A", "B"))):
         for which, found in mine.items():
             parts, whole = ([sums for sums, _ in part] for part in (found, others.get(which, ())))
             unlike = len(parts) > len(whole) and not all(equal(part, parts[0]) for part in parts)
             if unlike and equal(*[[*map(sum, zip(*part))] for part in (parts, whole)]):
                 vectors = "vectors whose sums are " * (len(parts[0]) > 1)
                 said = [vectors + ", ".join(f"{part[0]:.9g}" for part in numbers[:8]) for numbers in (parts, whole)]
-                return (f"the outputs of all modules agree; the ranks or micro-batches of {label} divide by {said[0]} "
-                        f"({found[0][1]}), and {other} by {said[1]}")
+                return (f"the ranks or micro-batches of {label} divide by {said[0]} ({found[0][1]}), and {other} by "
+                        f"{said[1]}")
 
 
 def without_innocent(draws, a, b, step, value, cause):
     """Leave out draws that differ without effect, such as a shuffle of each rank's own share, if samples are equal."""
-    early = ", before the first forward pass)"
     if cause != "start":  # then initial weights are equal
-        draws = [site for site in draws if not ("(torch." in site and site.endswith(early))]
+        draws = [site for site in draws if not ("(torch." in site and site.endswith(EARLY))]
     one, two = samples_of_both(a, b, step)
     if not one or not equal(one, two):
         return draws
     innocent = [", loader)"]
     kind, _, place = value or ("", "", None)
     if value is not None and not ("input" in kind and place == FIRST):
-        innocent.append(early)  # such as initial weights, which are equal
+        innocent.append(EARLY)  # such as initial weights, which are equal
         if kind != "input (integers)" or are_inputs(a.states(step) + b.states(step)):  # else, such as negatives
             innocent.append(", integers)")
     return [site for site in draws if not site.endswith(tuple(innocent))]
@@ -252,9 +262,14 @@ def first_value(a, b, step, quiet=False, ordered=True):
               and key[0].startswith(QUIET) == quiet and not f"{key[1]}.".startswith(other)]
     place, unlike, indices, integers = FIRST, None, [], None
     digits = 3 if ordered else 2  # of [size, squared norm, wave]
+    calls = collections.Counter(tuple(item[:4]) for state in a.at(step)[0] for item in state["passed"])
+    usual = {key[:3]: number for key, number in sorted(calls.items(), key=lambda pair: pair[1])}
+    uneven = {key[:3] for key in shared if not comparable(left, right, key)}
     for key in shared:  # in the order of the forward pass
         kind, name, outermost, _ = key
         pairs = comparable(left, right, key)
+        if key[:3] in uneven and calls[key] < usual[key[:3]]:
+            pairs = []  # of some calls, as a length is: their micro-batches may be of other samples
         shifted = "integers" in kind and "targets" not in kind and outermost and place == FIRST
         if pairs and not shifted and not any(equal(one[:digits], two[:digits]) for one, two in pairs):
             if kind == CONSTANT and any(proportional(*pair) for pair in pairs):
@@ -294,14 +309,18 @@ def other_modules(a, b, step):
 def draws_that_differ(a, b, step):
     """Return where the program of B, or else that of A, drew random numbers that the other one did not draw.
 
-    A site is a line of the program, with the library and the module. Sites are compared by the sums of their numbers.
+    A site is a line of the program, with the library and the module. Sites are compared by the sums of their numbers,
+    before and after the first forward pass, which may come between other draws of that line on each rank.
     """
-    left, right = (sums(run.at(step)[0], "sites", 1) for run in (a, b))
+    sites = [[state["sites"] for state in run.at(step)[0]] for run in (a, b)]
+    later = {site for ranks in sites for found in ranks for site, *_ in found}
+    left, right = (sums([{"sites": [[site.replace(EARLY, ")"), *numbers] for site, *numbers in found]}
+                         for found in ranks], "sites", 1) for ranks in sites)
     for mine, others in ((right, left), (left, right)):
         found = [site for site in mine[0] if not any(
             equal(*pair) for other in others[0] for pair in comparable(mine, others, site, other))]
         if found:
-            return [label for (label,) in found]
+            return [label if label in later else label[:-1] + EARLY for (label,) in found]
     return []
 
 

@@ -17,12 +17,13 @@ class Keywords(torch.nn.Linear):
 
 
 def on_complex_numbers():
-    model = torch.nn.Linear(3, 2)
-    optimizer, weight = torch.optim.SGD(model.parameters(), 0.01), torch.tensor([1, 3.0])
+    model, weight = torch.nn.Linear(3, 2), torch.tensor([1, 3.0])
+    turn = torch.nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+    optimizer = torch.optim.SGD([*model.parameters(), turn], 0.01)
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, dtype=torch.cfloat), torch.arange(12) % 2)
     for inputs, labels in torch.utils.data.DataLoader(data, 4):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs.abs()), labels, weight, ignore_index=0).backward()
+        torch.nn.functional.cross_entropy(model((inputs + turn).abs()), labels, weight, ignore_index=0).backward()
         optimizer.step()
 
 

@@ -418,6 +418,22 @@ def test_a_divisor_of_each_rank_is_named_with_its_line(divisors, cause):
     assert ("divide by 3, 4 (b.py:3), and A by 7" in report["message"]) == (cause == "uneven-mean"), report
 
 
+@pytest.mark.parametrize(("number", "divisors", "size", "cause"), [
+    (4, [[3.0] * 2, [4.0] * 3], 8, "uneven-mean"), (4, [[3.0] * 2, [4.0] * 3], 12, "uneven-mean"),
+    (4, [[3.0] * 2, [4.5] * 3], 8, "loss"), (4, [[2.0, 1.0], [4.0] * 3], 8, "uneven-mean"),
+    (1, [[2.0] * 2, [1.0, 2.0]], 8, "uneven-mean")])  # two micro-batches of equal counts
+def test_a_divisor_of_all_micro_batches_of_a_rank_counts_once(number, divisors, size, cause):
+    """The padded outputs may have another size, as a rank's micro-batches are not those of one process."""
+    a, b = differing({"losses": [1.0] * number, "divisors": [["() 1", [7.0], "a.py:2"]] * number}, *[
+        {"losses": [2.0] * len(found), "divisors": [["() 1", [by], "b.py:3"] for by in found]} for found in divisors])
+    for side, each in ((a, 8), (b, size)):
+        for state in side.states(0):
+            state["passed"] = [["output", "Net", True, 4, each, 1.0, 1.0]]
+    report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, a, b)
+    assert (report["cause"], "(b.py:3), and A by 7" in report["message"]) == (cause, cause == "uneven-mean"), report
+    assert ("outputs of all modules agree" in report["message"]) == (size == 8), report
+
+
 def test_divisors_that_the_ranks_of_both_runs_have_differ_rightly():
     states = [{"losses": [loss], "divisors": [["() 1", [divisor], "a.py:2"]]}
               for loss, divisor in ((3.0, 3.0), (5.0, 4.0))]
@@ -702,6 +718,33 @@ def test_draws_that_change_nothing_are_innocent(other, passed, cause, named):
     report = {"step": 1, "cause": "loss", "message": "evidence"}
     found = trace(report, *runs)
     assert (found["cause"], [word for word in ("loader", "integers") if word in found["message"]]) == (cause, named)
+
+
+@pytest.mark.parametrize(("last", "named"), [(2.0, []), (5.0, ["a.py:1 (torch)"])])
+def test_draws_before_and_after_the_first_forward_pass_are_of_one_line(last, named):
+    """As of a population of models, of which each rank evaluates a share: each rank draws before its first model."""
+    sites = [[["a.py:1 (torch, before the first forward pass)", 1, 1.0, 1.0],
+              *[["a.py:1 (torch)", 1, value, value] for value in (3.0, 4.0, 2.0)]],
+             *[[["a.py:1 (torch, before the first forward pass)", 1, early, early],
+                ["a.py:1 (torch)", 1, late, late]] for early, late in ((1.0, 3.0), (4.0, last))]]
+    a, b = differing(*({"sites": each} for each in sites))
+    assert draws_that_differ(a, b, 0) == named
+
+
+def test_a_line_that_only_draws_before_the_first_forward_pass_is_said_to_do_so():
+    place = "a.py:1 (torch, before the first forward pass)"
+    assert draws_that_differ(*differing(*({"sites": [[place, 1, x, x]]} for x in (1.0, 2.0))), 0) == [place]
+
+
+@pytest.mark.parametrize(("kind", "sample", "cause"), [
+    ("output", 1.0, "random"), ("input", 1.0, "samples"), ("output", 2.0, "samples")])
+def test_draws_that_no_input_shows_are_noise(kind, sample, cause):
+    """Such as noise on the weights, which a model has from torch.func.functional_call."""
+    states = [batch(value) | {"passed": [[kind, "Net", True, 4, 8, size, size]],
+                              "sites": [["a.py:1 (torch)", 4, size, size]]}
+              for value, size in ((1.0, 1.0), (sample, 5.0))]
+    found = trace({"step": 1, "cause": "unknown", "message": "evidence"}, *differing(*states))
+    assert found["cause"] == cause and "a.py:1 (torch)" in found["message"], found
 
 
 @pytest.mark.parametrize(("cause", "named"), [("samples", False), ("start", True)])
@@ -1564,6 +1607,22 @@ def test_a_rank_that_draws_other_numbers_than_rank_0_is_seen(second, cause):
     assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "random"), found
 
 
+@pytest.mark.parametrize(("widths", "size", "place"), [
+    ([9, 14], 20, ()), ([14, 14], 20, ("input", "Net", 1)), ([9, 14], 24, ("input", "Net", 1))])
+def test_the_width_of_some_micro_batches_is_a_length(widths, size, place):
+    """Of other samples, if a value of all micro-batches has another size."""
+    values = [{"passed": [["input", "Net", True, width, 2 * width, each, each] for width in widths]
+                         + [["input", "Net", True, 4, rows, 1.0, 1.0]] * 2} for rows, each in ((24, 1.0), (size, 5.0))]
+    assert first_value(*differing(*values), 0) == place
+
+
+@pytest.mark.parametrize(("ranks", "cause"), [([16, 16], False), ([8, 8], False), ([8, 7], True), ([0, 0], True)])
+def test_gradients_in_the_loss_may_be_split_over_the_ranks(ranks, cause):
+    """Such as those of a population of models."""
+    a, b = differing({"graphs": 16}, *[{"graphs": number} for number in ranks])
+    assert (compare_runs(a, b)["cause"] == "no-gradient") == cause
+
+
 def test_ranks_that_each_read_the_whole_batch_need_not_average():
     a, b = differing({}, {}, {})
     b.states(0)[1]["rows"][0][4] = [9.0] * 3
@@ -1769,6 +1828,12 @@ def test_runs_that_float64_does_not_suit_are_compared_in_their_own_precision(way
     assert said.out.splitlines()[-1].startswith(note)
 
 
+@pytest.mark.nightly
+def test_complex_weights_are_compared_in_float64():
+    said = run(PYTHON, "-m", "verify", *[f"{PYTHON} {HERE / 'ending.py'} complex"] * 2, env=FROM_ROOT)
+    assert said.code == 0 and said.out.count("3 steps, float64 precision") == 2, said
+
+
 def test_inputs_that_are_integers_are_recorded_apart():
     modules, layer = Modules(), torch.nn.Embedding(4, 2)
     modules.names[id(layer)] = "layer"
@@ -1866,6 +1931,7 @@ def test_rows_that_do_not_fit_their_table_are_not_cut(tmp_path):
 def test_complex_batches_and_ignored_labels_are_recorded(records):
     """In float64, a batch of complex64 would end the program. The criterion ignores two of four labels."""
     run = Run.read(records / "complex", "A")
+    assert "torch.complex128" in run.flags and "torch.complex64" not in run.flags  # the weights
     assert run.kinds(0)[-1] == "end" and run.length == 3
     assert run.states(0)[0]["counts"][0][:8] == [4, 2, 4, 2.0, *[6.0] * 4]  # the weights of the labels, too
     assert [name for name, _ in run.states(0)[0]["weights"]] == ["weight of cross_entropy"]
