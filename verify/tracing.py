@@ -1,8 +1,9 @@
 """What first differs in one step, for which both runs have recorded values, draws and gradients, too."""
 import collections
 import math
+import statistics
 
-from .explaining import UNSEEN, UNSURE, Difference, are_inputs, common_factor, read_once, remedy
+from .explaining import UNSEEN, UNSURE, Difference, are_inputs, common_factor, read_once, remedy, some
 from .records import CONSTANT, EQUAL, FROZEN, QUIET, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
@@ -97,18 +98,20 @@ def unequal_divisors(a, b, step):
         for rank, state in enumerate(run.at(step)[0]):
             for which, *divisor in state.get("divisors", ()):
                 found.setdefault((which, rank), []).append(divisor)
-        every, once = {}, {}
+        once, every = {}, {}
         for (which, _), divisors in found.items():
             shared = all(equal(sums, divisors[0][0]) for sums, _ in divisors)  # by all micro-batches
-            every.setdefault(which, []).extend(divisors)
             once.setdefault(which, []).extend(divisors[:1] if shared else divisors)
-        runs.append((every, once))
+            every.setdefault(which, []).extend(divisors)
+        runs.append((once, every))
     for mine, others, label, other in (pair for one, two in zip(*runs) for pair in (
             (two, one, "B", "A"), (one, two, "A", "B"))):
         for which, found in mine.items():
             parts, whole = ([sums for sums, _ in part] for part in (found, others.get(which, ())))
             unlike = len(parts) > len(whole) and not all(equal(part, parts[0]) for part in parts)
-            if unlike and equal(*[[*map(sum, zip(*part))] for part in (parts, whole)]):
+            total, other_total = ([*map(sum, zip(*part))] for part in (parts, whole))
+            ranks = len((b if label == "B" else a).ranks)  # a program may multiply its counts by their number
+            if unlike and any(equal(total, [by * value for value in other_total]) for by in (1, ranks)):
                 vectors = "vectors whose sums are " * (len(parts[0]) > 1)
                 said = [vectors + ", ".join(f"{part[0]:.9g}" for part in numbers[:8]) for numbers in (parts, whole)]
                 return (f"the ranks or micro-batches of {label} divide by {said[0]} ({found[0][1]}), and {other} by "
@@ -167,6 +170,13 @@ def changed_on_ranks(a, b, step, cause, draws):
         alike = all([row[:2] for row in rows] == [row[:2] for row in ranks[0]] for rows in ranks)  # else, stages
         if not groups or not alike or any(equal(row.grad, rows[0].grad) for rows in groups for row in rows[1:]):
             continue
+        for rows in ranks[1:]:
+            pairs = [*zip(ranks[0], rows)]
+            by = statistics.median(two.grad[0] / one.grad[0] for one, two in pairs)
+            apart = [one for one, two in pairs if not equal([value * by for value in one.grad], two.grad)]
+            if 0 < len(apart) < len(pairs) / 2:
+                return cause, (f"up to a factor, such as that of a clip, the ranks of {run.label} have equal "
+                               f"gradients, but not of {some(apart, pairs)}, so average these, too")
         if not all(row.computed for rows in ranks for row in rows):
             continue
         if all(common_factor([(row._replace(grad=row.computed), row) for row in rows])[1] < EQUAL for rows in ranks):

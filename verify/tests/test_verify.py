@@ -202,7 +202,8 @@ def test_noise_that_each_rank_adds_to_gradients_by_hand_is_random(records):
 
 
 @pytest.mark.parametrize(("mistake", "said"), [
-    ("own mean", "give the other run's loss"), ("half of a batch", "the samples were not seen, so they may differ")])
+    ("own mean", "divide by 36, 50 (mistakes.py:"),
+    ("half of a batch", "the samples were not seen, so they may differ")])
 def test_samples_that_are_joined_are_not_seen_and_their_numbers_are_not_compared(records, mistake, said):
     folders = [records / name for name in ("joined on 1", f"joined, {mistake} on 2")]
     report = trace(verify.compare(*folders), *map(Run.read, folders, "AB"))
@@ -316,6 +317,20 @@ def test_what_each_rank_does_to_averaged_gradients_is_not_a_missing_average(reco
     assert bool(re.search(r"in this step, mistakes\.py:\d+ \(torch\): ", found["message"])) == (cause == "random")
 
 
+@pytest.mark.parametrize(("own", "number", "said"), [
+    (1, 4, "equal gradients, but not of 1 of 4 parameters, such as v0, so average these, too"),
+    (2, 5, "equal gradients, but not of 2 of 5 parameters, such as v0, so average these, too"),
+    (2, 4, "evidence"), (0, 3, "evidence")])
+def test_averaged_gradients_that_each_rank_clips_by_its_own_norm_are_known(own, number, said):
+    """A tensor that is not averaged enters the norm, so that those of all tensors differ. Two may do so by chance."""
+    ranks = [[(f"v{n}", [2], [1.0 + n] * 3,
+               [by * (n + 2 + rank * (n < own // 2)), by * (1 + rank * (n < own)), by], [1.0] * 3)
+              for n in range(number)] for rank, by in enumerate((1.0, 0.7))]
+    a, b = made("A", ranks[0]), made("B", *ranks)
+    found = trace({"step": 1, "cause": "not-averaged", "message": "evidence"}, a, b)
+    assert found["cause"] == "not-averaged" and said in found["message"], found
+
+
 @pytest.mark.parametrize(("losses", "part"), [
     ([], "loss, or what the program makes of its gradients,"), ([1.0], "backward pass")])
 def test_without_a_loss_the_gradients_may_differ_for_any_reason(losses, part):
@@ -421,7 +436,9 @@ def test_a_divisor_of_each_rank_is_named_with_its_line(divisors, cause):
 @pytest.mark.parametrize(("number", "divisors", "size", "cause"), [
     (4, [[3.0] * 2, [4.0] * 3], 8, "uneven-mean"), (4, [[3.0] * 2, [4.0] * 3], 12, "uneven-mean"),
     (4, [[3.0] * 2, [4.5] * 3], 8, "loss"), (4, [[2.0, 1.0], [4.0] * 3], 8, "uneven-mean"),
-    (1, [[2.0] * 2, [1.0, 2.0]], 8, "uneven-mean")])  # two micro-batches of equal counts
+    (2, [[3.0] * 2, [4.0] * 2], 8, "uneven-mean"),
+    (1, [[2.0] * 2, [1.0, 2.0]], 8, "uneven-mean"),  # two micro-batches of equal counts
+    (4, [[6.0] * 2, [8.0] * 3], 8, "uneven-mean"), (4, [[9.0] * 2, [12.0] * 3], 8, "loss")])  # twice as much: two ranks
 def test_a_divisor_of_all_micro_batches_of_a_rank_counts_once(number, divisors, size, cause):
     """The padded outputs may have another size, as a rank's micro-batches are not those of one process."""
     a, b = differing({"losses": [1.0] * number, "divisors": [["() 1", [7.0], "a.py:2"]] * number}, *[
@@ -432,6 +449,7 @@ def test_a_divisor_of_all_micro_batches_of_a_rank_counts_once(number, divisors, 
     report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, a, b)
     assert (report["cause"], "(b.py:3), and A by 7" in report["message"]) == (cause, cause == "uneven-mean"), report
     assert ("outputs of all modules agree" in report["message"]) == (size == 8), report
+    assert ("divide by 3, 4 (" in report["message"]) == (cause == "uneven-mean" and divisors[0] == [3.0] * 2), report
 
 
 def test_divisors_that_the_ranks_of_both_runs_have_differ_rightly():
