@@ -91,31 +91,35 @@ def trace(report, a, b):
 
 
 def unequal_divisors(a, b, step):
-    """Return text that says so if one run divides its losses by different numbers, whose sum the other divides by."""
-    runs = []
-    for run in (a, b):
-        found = {}  # {(which, rank): [(sums, file and line) of each micro-batch, ...]}
-        for rank, state in enumerate(run.at(step)[0]):
-            for which, *divisor in state.get("divisors", ()):
-                found.setdefault((which, rank), []).append(divisor)
-        once, every = {}, {}
-        for (which, _), divisors in found.items():
-            shared = all(equal(sums, divisors[0][0]) for sums, _ in divisors)  # by all micro-batches
-            once.setdefault(which, []).extend(divisors[:1] if shared else divisors)
-            every.setdefault(which, []).extend(divisors)
-        runs.append((once, every))
-    for mine, others, label, other in (pair for one, two in zip(*runs) for pair in (
-            (two, one, "B", "A"), (one, two, "A", "B"))):
-        for which, found in mine.items():
-            parts, whole = ([sums for sums, _ in part] for part in (found, others.get(which, ())))
-            unlike = len(parts) > len(whole) and not all(equal(part, parts[0]) for part in parts)
-            total, other_total = ([*map(sum, zip(*part))] for part in (parts, whole))
-            ranks = len((b if label == "B" else a).ranks)  # a program may multiply its counts by their number
-            if unlike and any(equal(total, [by * value for value in other_total]) for by in (1, ranks)):
-                vectors = "vectors whose sums are " * (len(parts[0]) > 1)
-                said = [vectors + ", ".join(f"{part[0]:.9g}" for part in numbers[:8]) for numbers in (parts, whole)]
-                return (f"the ranks or micro-batches of {label} divide by {said[0]} ({found[0][1]}), and {other} by "
-                        f"{said[1]}")
+    """Return text that says so if one run divides its losses by different numbers, whose sum the other divides by.
+
+    A program may have multiplied these numbers by the number of ranks.
+    """
+    for once in (True, False):
+        one, two = (divisors_of(run, step, once) for run in (a, b))
+        for run, mine, other, others in ((b, two, a, one), (a, one, b, two)):
+            for which, found in mine.items():
+                parts, whole = ([sums for sums, _ in part] for part in (found, others.get(which, ())))
+                total, expected = ([*map(sum, zip(*part))] for part in (parts, whole))
+                unlike = len(parts) > len(whole) and not all(equal(part, parts[0]) for part in parts)
+                if unlike and any(equal(total, [by * value for value in expected]) for by in (1, len(run.ranks))):
+                    vectors = "vectors whose sums are " * (len(parts[0]) > 1)
+                    said = [vectors + ", ".join(f"{part[0]:.9g}" for part in sums[:8]) for sums in (parts, whole)]
+                    return (f"the ranks or micro-batches of {run.label} divide by {said[0]} ({found[0][1]}), and "
+                            f"{other.label} by {said[1]}")
+
+
+def divisors_of(run, step, once):
+    """Return {which: [(sums, file and line), ...]} of all ranks and micro-batches, or one that a rank's all share."""
+    found = {}
+    for state in run.at(step)[0]:
+        own = {}
+        for which, *divisor in state.get("divisors", ()):
+            own.setdefault(which, []).append(divisor)
+        for which, divisors in own.items():
+            shared = once and all(equal(sums, divisors[0][0]) for sums, _ in divisors)
+            found.setdefault(which, []).extend(divisors[:1] if shared else divisors)
+    return found
 
 
 def without_innocent(draws, a, b, step, value, cause):
@@ -171,8 +175,8 @@ def changed_on_ranks(a, b, step, cause, draws):
         if not groups or not alike or any(equal(row.grad, rows[0].grad) for rows in groups for row in rows[1:]):
             continue
         for rows in ranks[1:]:
-            pairs = [*zip(ranks[0], rows)]
-            by = statistics.median(two.grad[0] / one.grad[0] for one, two in pairs)
+            pairs = [pair for pair in zip(ranks[0], rows) if equal(pair[0].start, pair[1].start)]  # else, slices
+            by = statistics.median([two.grad[0] / one.grad[0] for one, two in pairs] or [0])
             apart = [one for one, two in pairs if not equal([value * by for value in one.grad], two.grad)]
             if 0 < len(apart) < len(pairs) / 2:
                 return cause, (f"up to a factor, such as that of a clip, the ranks of {run.label} have equal "

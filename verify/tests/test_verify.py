@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, replace_lines, run
@@ -327,8 +328,13 @@ def test_averaged_gradients_that_each_rank_clips_by_its_own_norm_are_known(own, 
                [by * (n + 2 + rank * (n < own // 2)), by * (1 + rank * (n < own)), by], [1.0] * 3)
               for n in range(number)] for rank, by in enumerate((1.0, 0.7))]
     a, b = made("A", ranks[0]), made("B", *ranks)
-    found = trace({"step": 1, "cause": "not-averaged", "message": "evidence"}, a, b)
-    assert found["cause"] == "not-averaged" and said in found["message"], found
+    report = {"step": 1, "cause": "not-averaged", "message": "evidence"}
+    assert said in trace(report, a, b)["message"]
+    for rank, state in enumerate(b.states(0)):
+        for row in state["rows"][:own]:
+            row[2] = [1.0 + rank] * 3  # other slices of a tensor need no average
+    slices = [[[*row[:3], *row[4:]] for row in state["rows"]] for state in b.states(0)]
+    assert trace(report, a, made("B", *slices)) == report
 
 
 @pytest.mark.parametrize(("losses", "part"), [
@@ -2177,8 +2183,9 @@ def test_only_the_loaders_that_differ_are_compared():
 
 
 def test_what_a_backward_pass_computes_and_indices_that_are_numbers_are_recorded(records):
-    assert Run.read(records / "penalty on 1", "A").states(1)[0]["graphs"] == 1  # for each of two micro-batches
-    assert described(0, [torch.ones(3, 2)], ["name", ("pair", 1), 7])[4] == [7]
+    state = Run.read(records / "penalty on 1", "A").states(1)[0]
+    assert (state["graphs"], len(state["labels"])) == (1, 8)  # for each of two micro-batches of 4 samples
+    assert described(0, [torch.ones(3, 2)], ["name", ("pair", 1), 7, numpy.int64(8)])[4] == [7, 8]
 
 
 def test_replicas_may_start_at_zero():
