@@ -11,9 +11,10 @@ README.md in this folder says what is compared, which causes are named, and what
 `running.py` starts a command so that each of its processes that imports torch runs `recording.py`, which computes in
 float64 and records the `digests.py` of tensors at each optimizer step. It watches the program's `modules.py`, the
 `samples.py` that it reads and the random numbers that it draws (`draws.py`). `comparing.py` finds the first difference
-between the `records.py` of two commands, and `explaining.py` names its likely cause, for which `tracing.py` looks at
-one step's values. `watching.py` checks the records of a single command. `resuming.py` kills a command, resumes it, and
-names what the resumed run has lost.
+between the `records.py` of two commands, or between the ranks of one (`ranks.py`). `difference.py` collects what is
+known of it, the rules of `explaining.py` name its likely cause, and `tracing.py` looks at one step's values.
+`watching.py` checks the records of a single command. `resuming.py` kills a command, resumes it, and names what the
+resumed run has lost.
 """
 from .comparing import compare
 from .running import environment, record

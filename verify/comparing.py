@@ -5,7 +5,9 @@ import math
 import re
 from typing import NamedTuple
 
-from .explaining import UNSURE, Difference, options_that_differ, ranks_differ, remedy, unmatched, where
+from .difference import Difference
+from .explaining import UNSURE, explain, options_that_differ, remedy, unmatched, where
+from .ranks import ranks_differ
 from .records import EQUAL, MIXED, NOISE, UNKNOWN, Run, apart, gap, match, same_probes, trained, without_padding, worst
 
 
@@ -129,7 +131,7 @@ def compare_runs(a, b, native=False, failed=(None, None), again=False, printed=(
                 before = column == "rate" and step and unoptimized_differ(a, b, limit)
                 if before and before[2] < step:
                     return different(*before)
-                return different(*Difference(a, b, step, column, pairs).explain(), step, name, difference, column)
+                return different(*explain(Difference(a, b, step, column, pairs)), step, name, difference, column)
         if all(any(not math.isfinite(row.value[0]) for row in part) for part in (rows, others)):
             return refuse(report, f"both models contain NaN or infinity after step {step + 1}")
     rows = (row for run in (a, b) for step in range(run.length) for row in run.at(step)[1])

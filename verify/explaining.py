@@ -6,130 +6,19 @@ import json
 import math
 from collections import Counter
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 
-from .records import EQUAL, INPUTS, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, only_loaders, worst
+from .difference import are_inputs, common_factor, loss_of, picked, read_once
+from .records import EQUAL, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # the remedy, the pitfall, the block to copy
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
 UNSEEN = "the samples were not seen, so they may differ"
-RANKS = {"start": ("start", "initial weights"), "rate": ("rank-lr", "learning rates"),  # what differs between ranks
-         "grad": ("not-averaged", "gradients"), "value": ("optimizer", "weights")}
 
 
 def remedy(cause):
     pitfall = CAUSES[cause]["pitfall"]
     return CAUSES[cause]["remedy"] + f" (pitfall {pitfall})" * bool(pitfall)
-
-
-class Side:
-    """One of two runs at the first step at which they differ."""
-
-    def __init__(self, run, step, other):
-        self.run, self.label, self.states = run, run.label, run.at(step)[0]
-        self.samples = read_once(run, step, len(other.samples(step)))
-        self.layout = len(self.states), len(self.states[0]["batches"])  # the numbers of ranks and of micro-batches
-        self.loss = sum(map(loss_of, self.states))
-        self.mean = self.loss / (sum(bool(state["losses"]) for state in self.states) or 1)  # other stages have no loss
-        self.norm = self.states[0]["clips"][0][0] if self.states[0]["clips"] else 0  # before the first clipping
-
-
-class Difference:
-    """Describes the first step at which two runs differ. `column` is the field of `Row` that differs."""
-
-    def __init__(self, a, b, step, column, pairs):
-        self.step, self.column, self.pairs, self.steps = step, column, pairs, range(min(a.length, b.length))
-        self.loaders, self.flat = self.differing_loaders(a, b), a.flat or b.flat
-        self.a, self.b = self.sides = Side(a, step, b), Side(b, step, a)
-        self.orders = (self.b, self.a), (self.a, self.b)  # a rule that may hold for either run tries B first
-        sizes = [{state["size"] for state in side.states} for side in self.sides]
-        if len(self.a.samples) != len(self.b.samples) and sizes[0] != sizes[1]:
-            self.b.samples = self.a.samples  # context parallelism: each input of the model is only a part of a sample
-        targets = [targets_of(side.states) for side in self.sides]
-        inputs = all(are_inputs(side.states) for side in self.sides)
-        if len(self.a.samples) != len(self.b.samples) and inputs and targets[0] == targets[1] > 0:
-            self.a.samples = self.b.samples = []  # rows such as the nodes of a sampled graph, which batches may share
-        self.seen = bool(self.a.samples and self.b.samples)
-        self.other_samples = self.seen and not equal(self.a.samples, self.b.samples)
-        if self.other_samples and picked(a, step) == picked(b, step) and differed(a, b, step):
-            self.seen = self.other_samples = False
-        self.states = self.a.states + self.b.states
-        self.split = self.a.layout != self.b.layout
-        self.parallel = self.b if self.b.layout > self.a.layout else self.a  # the run with more parts
-        means, sums = (self.a.mean, self.b.mean), ((self.a.loss, self.b.mean), (self.a.mean, self.b.loss))
-        self.losses = next((pair for pair in sums if math.isclose(*pair)), means)  # ranks may have parts of a sum
-        passes = {len(state["losses"]) for state in self.states}
-        firsts = [[state["losses"][0] for state in side.states if state["losses"]] for side in self.sides]
-        if len(passes) > 1 and [*map(len, firsts)] == [len(side.states) for side in self.sides]:
-            one, two = (sum(losses) / len(losses) for losses in firsts)
-            self.losses = (one, two) if math.isclose(one, two) else self.losses  # as with GradCache
-        self.same_loss = math.isclose(*self.losses)  # also if none is known, as without backward()
-        self.known = bool(passes - {0})
-        self.flags = {flag for state in self.states for flag in state["flags"]}
-
-    def differing_loaders(self, a, b):
-        """Keep only the samples of those loaders from which the runs read other samples in this step; name them."""
-        read = []
-        for run in (a, b):
-            read.append({})
-            for loader, samples, _ in (batch for state in run.states(self.step) for batch in state["read"]):
-                read[-1].setdefault(loader, []).extend(samples)
-        unlike = {loader for loader in read[0] if not equal(*(sorted(found.get(loader, [])) for found in read))}
-        if len(unlike) == len(read[0]) or not unlike or {*read[0]} != {*read[1]}:
-            return ""
-        for run in (a, b):
-            only_loaders(run, unlike)
-        numbers = ", ".join(str(loader + 1) for loader in sorted(unlike))
-        return f" of loader {numbers} of {len(read[0])}, in the order of their first use,"
-
-    @cached_property
-    def factor(self):
-        """All gradients of B divided by those of A, or None if the quotients differ."""
-        factor, deviation = common_factor(self.pairs)
-        if self.column == "grad" and factor > 0 and deviation < min(EQUAL, 1e-3 * abs(factor - 1)):
-            return factor
-        return None
-
-    def explain(self):
-        """Return the likely cause, and the evidence for it."""
-        answers = ((cause, rule(self)) for cause, rule in RULES)
-        cause, evidence = next(answer for answer in answers if answer[1])  # the last rule always holds
-        return evidence if isinstance(evidence, tuple) else (cause, evidence)
-
-
-def differed(a, b, step):
-    """Return whether samples differ in earlier steps, whose gradients are equal: then they are padded differently."""
-    return any(not equal(read_once(a, number, len(b.samples(number))), read_once(b, number, len(a.samples(number))))
-               for number in range(step))
-
-
-def targets_of(states):
-    """Return how many targets the losses of a step have, on all ranks."""
-    sizes = (size for state in states for found in state.get("counts", ()) for size in found[::4])
-    return sum(size for size in sizes if isinstance(size, int))  # others are sums of class weights
-
-
-def loss_of(state):
-    return sum(state["losses"])
-
-
-def read_once(run, step, count):
-    """Return a step's samples, sorted. Count ranks with equal samples once if this leaves exactly `count` samples.
-
-    In tensor and pipeline parallelism, each rank of a group reads all samples of the group.
-    """
-    states, samples = run.states(step), run.samples(step)
-    once = sorted(sum({str(state["samples"]): state["samples"] for state in states}.values(), []))
-    return once if len(once) == count else samples
-
-
-def common_factor(pairs):
-    """Return the second gradient of the largest pair divided by the first, and how far other pairs deviate from it."""
-    one, two = max(pairs, key=lambda pair: pair[0].grad[0])
-    factor = two.grad[0] / (one.grad[0] or math.nan)
-    scaled = [(one._replace(grad=[factor * value for value in one.grad]), two) for one, two in pairs]
-    return factor, worst(scaled, "grad")[0]
 
 
 def batch_size(diff):
@@ -410,16 +299,6 @@ def computed_inputs(diff):
     if found := apart(diff.a.states[0]["unoptimized"], diff.b.states[0]["unoptimized"], EQUAL, ("buffer",)):
         ranks = where(found[0], diff.a.states, diff.b.states)
         return f"{UNSURE}the inputs of the model differ, and so does {found[0]}{ranks}"
-
-
-def are_inputs(states):
-    """Return whether all samples are inputs of models, because no loader has delivered them."""
-    return all(batch[0] == INPUTS for state in states for batch in state["batches"])
-
-
-def picked(run, step):
-    """Return the sorted indices that the samplers of all ranks have drawn for a step, if they are known."""
-    return sorted(index for state in run.states(step) for index in state["indices"])
 
 
 def set_epoch(diff):
@@ -711,93 +590,6 @@ RULES = [
     ("loss", lambda diff: not diff.same_loss and UNSURE + mean_losses(diff) + lost(diff)), ("unknown", mean_losses)]
 
 
-def ranks_differ(run, step, columns, limit, other=None, skipped=()):
-    """If the ranks of a run differ, return the cause, evidence, step, parameter and difference; else None.
-
-    `other` is the other command's run, if any. It shows whether the ranks have parts of a gradient. Rows whose number
-    is in `skipped` may differ.
-    """
-    states = run.at(step)[0]
-    for place, (rank, state) in enumerate(zip(run.ranks, states)):
-        pairs = [pair for number, pair in enumerate(zip(states[0]["rows"], state["rows"])) if number not in skipped]
-        if any(one[:2] != two[:2] for one, two in pairs):
-            continue  # stages of a pipeline
-        if other and not all(equal(one.start, two.start) for one, two in pairs):
-            pairs = copies(pairs, other.at(step)[1])
-        for column in columns:
-            difference, name = worst(pairs, column)
-            if difference <= limit:
-                continue
-            cause, what = RANKS[column]
-            differ = [pair for pair in pairs if worst([pair], column)[0] > limit]
-            whole = other and all(len(state["samples"]) == len(other.samples(step)) > 0 for state in states)
-            unsure = ""
-            shares = other and not equal(states[0]["samples"], state["samples"]) and equal(
-                run.samples(step), other.samples(step))  # of the batch; else, they may be parts of the same samples
-            parts = column == "grad" and other and parts_of(states, other.at(step)[0][0]["rows"])
-            if parts and not shares:
-                cause = "partial"
-            elif column == "grad" and not step and other and (own := unshared(run, other, differ)):
-                cause, what = "start", own
-            elif column == "grad" and len(differ) > 1 and common_factor(differ)[1] < EQUAL:
-                cause, why, unsure = divided(states, place, common_factor(differ)[0])
-                what = f"gradients, proportional to each other{why}"
-            elif column == "grad" and other and (found := of_split(run, states, place)):
-                cause, what, unsure = found
-            elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
-                what += f": {options}"
-            if cause in ("not-averaged", "partial") and any(
-                    one.grad[0] > 0 and worst([(one, two)], "grad")[0] <= limit for one, two in pairs):
-                what += f" of {len(differ)} of {len(pairs)} tensors, such as {name}"
-                if parts and shares:
-                    what += f", whose sum over the ranks is that of {other.label}: add these up, too"
-                elif cause == "not-averaged":
-                    what += ", so average these, too" + ", or sum parts of a sequence" * (not shares)
-            if cause == "not-averaged" and whole:  # in a tensor-parallel group, samples are equal
-                unsure = UNSURE
-            return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
-
-
-def unshared(run, other, differ):
-    """Return text that says so if ranks have equal initial weights in place of different parts, such as experts."""
-    have, shapes = Starts(run.at(0)[1]), {str(one.shape) for one, _ in differ}
-    lacking = [row for row in other.at(0)[1] if str(row.shape) in shapes and not have.alike(row)]
-    if lacking:
-        return (f"gradients for equal initial weights, while {len(lacking)} tensor(s) of {other.label}, such as "
-                f"{lacking[0].name}, start with values that no rank of {run.label} has")
-
-
-def of_split(run, states, place):
-    """Return the cause, what differs, and UNSURE or "" if rank 0 and another rank have different parts of tensors.
-
-    Such ranks should read the same samples; experts, whose ranks do not, have no replicas that read the same ones.
-    """
-    held = [[row.part[0] for row in state.get("parts", ())] for state in states]
-    alike = [equal(states[0]["samples"], state["samples"]) for state in states]
-    if held[0] == held[place] or not states[0]["samples"]:
-        return None
-    if alike[place]:
-        return "no-backward", ("gradients of tensors that they share, for equal samples: the backward pass from the "
-                               "split tensors does not add them up over the ranks"), UNSURE
-    twin = next((number for number, parts in enumerate(held) if number and parts == held[0] and alike[number]), None)
-    if twin is not None:
-        return "samples", (f"samples, though they have different parts of split tensors; ranks 0 and "
-                           f"{[*run.ranks][twin]}, which have the same parts, read the same samples"), ""
-
-
-def divided(states, place, factor):
-    """Return the cause and the evidence if a rank's gradients are `factor` times those of rank 0, and UNSURE or ""."""
-    losses, counts, _ = parts_of_mean(states)
-    each = len(losses) // len(states)  # losses of each rank
-    for weights in counts if each else ():
-        ours, theirs = (sum(weights[number * each:][:each]) for number in (0, place))
-        if math.isclose(theirs * factor, ours, rel_tol=EQUAL) and ours:
-            return "uneven-mean", f": each is divided by its own count, {ours:g} and {theirs:g}", ""
-    if states[0]["clips"] != states[place]["clips"]:
-        return "clip", "", ""
-    return "clip", ", after equal clip calls: something else clips or divides them on each rank", UNSURE
-
-
 def unmatched(rows, others, pairs):
     """Return the cause and the evidence if only `pairs` of the tensors of two runs match."""
     for side, mine in enumerate((rows, others)):
@@ -818,35 +610,8 @@ def unmatched(rows, others, pairs):
     return "unknown", f"A trains {len(rows)} tensors and B {len(others)}, of which {len(pairs)} match"
 
 
-def copies(pairs, others):
-    """Return the `pairs` (one row from each of two ranks) whose rows are copies of the same tensor.
-
-    Return all pairs if `others`, the rows of the other run, lack one of the tensors. Pipeline stages, and ranks with
-    different experts, have different tensors of the model.
-    """
-    starts = Starts(others)
-    counts = [len(starts.alike(two)) for _, two in pairs]
-    if not all(counts):
-        return pairs
-    return [pair for pair, count in zip(pairs, counts) if equal(pair[0].start, pair[1].start) and count == 1]
-
-
-def parts_of(states, rows):
-    """Return whether the ranks have different gradients that add up to the other run's gradient, in `rows`."""
-    if len(rows) != len(states[0]["rows"]):
-        rows = [next((row for row in rows if row[:2] == own[:2]), own) for own in states[0]["rows"]]
-    groups = [*zip(rows, *[state["rows"] for state in states])]
-    noise = NOISE * max(part.grad[0] for _, *parts in groups for part in parts)
-    factors = []  # by which clipping scales each rank's gradients
-    for rank in range(len(states)):
-        pairs = [(whole, parts[rank]) for whole, *parts in groups if whole.grad[0] > noise]
-        pairs = [pair for pair in pairs if common_factor([pair])[1] < EQUAL]
-        factors.append(common_factor(pairs)[0] or 1 if pairs else 1)
-    found = False
-    for whole, *parts in groups:
-        if any(gap(parts[0].grad, part.grad, noise) > EQUAL for part in parts):
-            size = max(part.grad[0] for part in parts)
-            totals = [[size, *[sum(part.grad[k] / by for part, by in zip(parts, divisors)) for k in (1, 2)]]
-                      for divisors in (factors, [1] * len(parts))]
-            found |= min(gap(total, [size, *whole.grad[1:]]) for total in totals) < EQUAL
-    return found
+def explain(diff):
+    """Return the likely cause of a Difference, and the evidence for it."""
+    answers = ((cause, rule(diff)) for cause, rule in RULES)
+    cause, evidence = next(answer for answer in answers if answer[1])  # the last rule always holds
+    return evidence if isinstance(evidence, tuple) else (cause, evidence)

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 from .comparing import HALF, LIMITS, compare_runs, float64_fails, limits_of, refuse
-from .explaining import loss_of, options_that_differ
+from .difference import loss_of
+from .explaining import options_that_differ
 from .records import NOISE, Run, apart, equal, gap, match, without_padding, worst
 from .running import record
 

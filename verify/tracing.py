@@ -3,7 +3,8 @@ import collections
 import math
 import statistics
 
-from .explaining import UNSEEN, UNSURE, Difference, are_inputs, common_factor, read_once, remedy, some
+from .difference import Difference, are_inputs, common_factor, read_once
+from .explaining import UNSEEN, UNSURE, explain, remedy, some
 from .records import CONSTANT, EQUAL, FROZEN, QUIET, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
@@ -156,7 +157,7 @@ def before_changes(a, b, step, cause, draws):
         return "clip", (UNSURE + "the gradients agree after the last backward pass, so what changes them before the "
                         "step differs, such as averaging, clipping or scaling by hand")
     if pairs:
-        found, fact = Difference(a, b, step, "grad", pairs).explain()
+        found, fact = explain(Difference(a, b, step, "grad", pairs))
         if cause == "clip" or found in ("clip", "scale", "group-scale", "no-gradient"):
             unsure = UNSURE * fact.startswith(UNSURE)
             return found, f"{unsure}after the last backward pass, {fact.removeprefix(UNSURE)}"

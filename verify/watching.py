@@ -2,7 +2,8 @@
 import math
 
 from .comparing import limits_of, unequal_steps
-from .explaining import ranks_differ, remedy
+from .explaining import remedy
+from .ranks import ranks_differ
 from .records import EQUAL, NOISE, REACHED, Run, apart, equal, gap, without_padding, worst
 
 

@@ -5,17 +5,18 @@ import pytest
 from made import batch, differing, made, preceded
 
 from verify.comparing import compare_runs
+from verify.difference import Difference
 from verify.explaining import (
-    Difference,
+    explain,
     learning_rate,
     mixed,
     optimizer,
     options_that_differ,
-    parts_of,
     stale,
     unchanged,
     unmatched,
 )
+from verify.ranks import parts_of
 from verify.records import INPUTS, UNKNOWN, Row, Run, join_samples, match
 
 
@@ -483,7 +484,7 @@ def test_a_copy_that_differs_before_the_first_step_is_a_weight_that_starts_apart
     a, b = differing({"losses": [1.5]} | average[0], *average)
     difference = Difference(a, b, 0, "grad", match(a.at(0)[1], b.at(0)[1]))
     difference.step = step
-    assert difference.explain()[0] == cause
+    assert explain(difference)[0] == cause
 
 
 def test_a_copy_that_starts_apart_comes_before_a_buffer_that_follows_from_its_outputs():

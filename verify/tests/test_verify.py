@@ -12,8 +12,9 @@ from conftest import FROM_ROOT, PYTHON, ROOT, SAME, command, copy_out, good, rep
 
 import verify
 from verify.comparing import Failure
+from verify.difference import Difference
 from verify.explaining import CAUSES as KNOWN
-from verify.explaining import Difference, set_epoch
+from verify.explaining import set_epoch
 from verify.records import LEAVES, Run, equal, load, match
 from verify.running import record
 from verify.samples import described
