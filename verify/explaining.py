@@ -140,8 +140,8 @@ def stale(diff):
         return None
     left, right = ({name for state in side.states for name in state["stale"]} for side in diff.sides)
     if bool(left) != bool(right):
-        label, optimizer = "B" if right else "A", min(left | right)
-        return f"before the step's first backward pass, {label} still has gradients that {optimizer} left"
+        label = "B" if right else "A"
+        return f"before the step's first backward pass, {label} still has gradients {min(left | right)}"
 
 
 def kept(diff):
@@ -374,12 +374,18 @@ def reset(diff):
 
 
 def no_graph(diff):
-    """In one run only, gradients that enter the loss are constants, and the ranks do not share these gradients."""
+    """In one run only, gradients that enter the loss are constants.
+
+    If the gradients of all ranks add up to those of the other run, the ranks may share them, as for a population. Then
+    each of their models' inputs has as many as in the other run.
+    """
     counts = [[state["graphs"] for state in side.states] for side in diff.sides]
-    one, two = map(max, counts)
-    if one != two and sum(counts[0]) != sum(counts[1]):
-        return (f"for each backward pass, A computes {one:g} gradient(s) with create_graph=True, B {two:g}: the "
-                "others are constants in the loss")
+    each = [[state["graphs"] * max(len(state["losses"]), 1) / max(len(state["batches"]), 1) for state in side.states]
+            for side in diff.sides]
+    (one, two), shared = map(max, counts), sum(counts[0]) == sum(counts[1])
+    if one != two and not (shared and max(each[0]) == max(each[1])):
+        return (f"{UNSURE * shared}for each backward pass, A computes {one:g} gradient(s) with create_graph=True, B "
+                f"{two:g}: the others are constants in the loss")
 
 
 def mixed(diff):

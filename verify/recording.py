@@ -235,11 +235,11 @@ class Recorder:
         self.backwards += 1
         self.computed = {}
         if self.backwards == 1 or self.stale:
-            items = {item: "" for optimizer in self.tables for group in optimizer.param_groups
-                     for item in group["params"]}
-            others = {item: ", which does not hold these weights," for _, item in self.modules.unoptimized}
-            found = {id(item): self.last and f"{self.last}{why}" for item, why in (others | items).items()
-                     if nonzero(item.grad)}
+            items = {item: f"of weights of {self.title(optimizer)}" for optimizer in self.tables
+                     for group in optimizer.param_groups for item in group["params"]}
+            others = {item: f"that {self.last}, which does not hold these weights, left"
+                      for _, item in self.modules.unoptimized}
+            found = {id(item): self.last and which for item, which in (others | items).items() if nonzero(item.grad)}
             self.stale = found if self.backwards == 1 else {key: self.stale[key] for key in {*found} & {*self.stale}}
         for optimizer, passes in self.passes.items():  # since its last step
             if passes and not any(nonzero(item.grad) for group in optimizer.param_groups for item in group["params"]):
@@ -256,6 +256,10 @@ class Recorder:
             if self.shows():
                 self.computed = {key: item.grad.detach().clone() for key, item in self.hooked.items()
                                  if item.grad is not None}
+
+    def title(self, optimizer):
+        number = [*self.tables].index(optimizer) + 1
+        return type(optimizer).__name__ + f" (the optimizer that steps as number {number})" * (len(self.tables) > 1)
 
     def index(self, function, iterator):
         return self.samples.index(function, iterator)
@@ -458,7 +462,7 @@ class Recorder:
                    after=self.probes([values[number] for number in small]),
                    resting=sum(not item.training for item in self.modules.leaves),
                    **self.restored[1])
-        self.last = f"{type(optimizer).__name__}" + f" (the optimizer that steps as number {number + 1})" * (number > 0)
+        self.last = self.title(optimizer)
         self.reached -= {*keys}
         self.passes[optimizer] = 0
         self.outer, self.count = None, self.count + (not self.joins)

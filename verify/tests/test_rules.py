@@ -16,7 +16,7 @@ from verify.explaining import (
     unchanged,
     unmatched,
 )
-from verify.ranks import parts_of
+from verify.ranks import parts_of, ranks_differ
 from verify.records import INPUTS, UNKNOWN, Row, Run, join_samples, match
 
 
@@ -198,6 +198,18 @@ def test_an_option_of_another_group_is_named_with_its_parameter():
                              "parameters, such as w in group decay")
     pairs = [(one, two._replace(options={"optimizer": "Adam"})) for one, two in pairs]
     assert options_that_differ(pairs, "A", "B") == "optimizer is SGD in A and Adam in B for all parameters"
+
+
+@pytest.mark.parametrize(("name", "grads", "cause", "said"), [
+    ("LBFGS", [2.0, 2.0], "optimizer", True), ("SGD", [2.0, 2.0], "optimizer", False),
+    ("LBFGS", [2.0, 3.0], "not-averaged", False)])
+def test_weights_of_ranks_may_differ_by_the_loss_of_a_closure(name, grads, cause, said):
+    b = made("B", *[[("w", [2], [1.0] * 3, [by] * 3, [1.0 + rank] * 3) for by in (2.0, grad)]
+                    for rank, grad in enumerate(grads)])
+    for state in b.states(0):
+        state["rows"] = [Row(*row, options={"optimizer": name}) for row in state["rows"]]
+    found = ranks_differ(b, 0, ("grad", "value"), 1e-9)
+    assert found[0] == cause and ("the loss that its closure returns" in found[1]) == said
 
 
 @pytest.mark.parametrize(("counts", "clips", "cause", "said"), [
@@ -470,11 +482,16 @@ def test_an_optimizer_of_tensors_that_no_module_has_is_named(name, said):
     assert report["cause"] == "no-gradient" and ("no module has them" in report["message"]) == said, report
 
 
-@pytest.mark.parametrize(("ranks", "cause"), [([16, 16], False), ([8, 8], False), ([8, 7], True), ([0, 0], True)])
-def test_gradients_in_the_loss_may_be_split_over_the_ranks(ranks, cause):
-    """Such as those of a population of models."""
-    a, b = differing({"graphs": 16}, *[{"graphs": number} for number in ranks])
-    assert (compare_runs(a, b)["cause"] == "no-gradient") == cause
+@pytest.mark.parametrize(("ranks", "losses", "inputs", "cause", "sure"), [
+    ([16, 16], 1, 2, "no-backward", False), ([8, 8], 1, 1, "no-backward", False), ([8, 8], 1, 2, "no-gradient", False),
+    ([8, 8], 2, 2, "no-backward", False), ([8, 7], 1, 1, "no-gradient", True), ([0, 0], 1, 1, "no-gradient", True)])
+def test_gradients_in_the_loss_may_be_split_over_the_ranks(ranks, losses, inputs, cause, sure):
+    """Such as those of a population of models, whose inputs are split, too. A backward pass has 16 for 2 inputs."""
+    a, b = differing({"graphs": 16, "batches": batch(1.0)["batches"] * 2}, *[
+        {"graphs": number, "losses": [1 / losses] * losses, "batches": batch(1.0)["batches"] * inputs}
+        for number in ranks])
+    report = compare_runs(a, b)
+    assert (report["cause"], not report["message"].startswith("not sure")) == (cause, sure), report
 
 
 @pytest.mark.parametrize(("step", "cause"), [(0, "start"), (1, "buffers")])

@@ -180,7 +180,7 @@ def test_the_answer_names_the_input_that_differs_and_the_draw(records):
     ("gathered loss", "no gradient passes through all_gather in mistakes.py", True),
     ("flat, decayed", "only one run has the option(s) weight_decay 0, weight_decay 0.1", True),
     ("weight decay", "weight_decay is 0 in A and 0.1 in B for 1 of 4 parameters, such as 0.weight in group 0", True),
-    ("gradients kept", "gradients that SGD left", True),
+    ("gradients kept", "gradients of weights of SGD", True),
     ("owned by ranks, gradients kept", "gradients that SGD, which does not hold these weights, left", True)])
 def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, said, sure):
     message = verify.compare(of_one(records, mistake), records / f"{mistake} on 2")["message"]
