@@ -1,5 +1,6 @@
 """What first differs in one step, for which both runs have recorded values, draws and gradients, too."""
 import collections
+import itertools
 import math
 import statistics
 
@@ -23,6 +24,11 @@ def trace(report, a, b):
         cause, fact = answer
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
     if cause == "not-averaged" and not message.startswith(UNSURE):
+        drawn = [site for site in draws if ", module " not in site and ", loader)" not in site]
+        if value == () and drawn and averaged_before(report, a, b):
+            fact = (f"{UNSURE}the ranks had equal gradients in the step before, all outputs of modules agree, and the "
+                    f"program draws other random numbers in this step, {', '.join(drawn[:3])}")
+            return {**report, "cause": "random", "message": f"{fact}: {remedy('random')}"}
         return report
     kind, module, place = value or ("", "", None)
     unclear = cause in ("uneven-mean", "loss", "unknown") or cause == "reset" and message.startswith(UNSURE)
@@ -56,6 +62,10 @@ def trace(report, a, b):
     if unclear and (value == () or kind == CONSTANT or place == SIZES) and (divided := unequal_divisors(a, b, step)):
         divided = "the outputs of all modules agree; " * (place != SIZES) + divided
         return {**report, "cause": "uneven-mean", "message": f"{divided}: {remedy('uneven-mean')}"}
+    if cause == "uneven-mean" and value == () and (divisor := common_divisor(a, b, step)):
+        return {**report, "cause": "loss", "message": (
+            f"{UNSURE}the outputs of all modules agree, and both programs divide their losses by {divisor:.9g}, so the "
+            f"losses differ in another way: {remedy('loss')}")}
     changed = unclear and value and not is_input and changed_weights(a, b, step, module)
     in_model = [site for site in draws if ", module " in site or "(torch." in site]
     fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
@@ -99,8 +109,8 @@ def unequal_divisors(a, b, step):
     for once in (True, False):
         one, two = (divisors_of(run, step, once) for run in (a, b))
         for run, mine, other, others in ((b, two, a, one), (a, one, b, two)):
-            for which, found in mine.items():
-                parts, whole = ([sums for sums, _ in part] for part in (found, others.get(which, ())))
+            for found, wanted in itertools.product(mine.values(), others.values()):  # one run may divide once more
+                parts, whole = ([sums for sums, _ in part] for part in (found, wanted))
                 total, expected = ([*map(sum, zip(*part))] for part in (parts, whole))
                 unlike = len(parts) > len(whole) and not all(equal(part, parts[0]) for part in parts)
                 if unlike and any(equal(total, [by * value for value in expected]) for by in (1, len(run.ranks))):
@@ -121,6 +131,18 @@ def divisors_of(run, step, once):
             shared = once and all(equal(sums, divisors[0][0]) for sums, _ in divisors)
             found.setdefault(which, []).extend(divisors[:1] if shared else divisors)
     return found
+
+
+def common_divisor(a, b, step):
+    """Return the number that divides all losses of both runs, such as the count of all ranks' tokens, or None.
+
+    It is at least the number of samples: others may be the number of micro-batches, or a temperature.
+    """
+    least = min(len(found) for found in samples_of_both(a, b, step))
+    found = [[sums[0] for which, sums, _ in state.get("divisors", ()) if "," not in which and sums[0] >= least > 0]
+             for run in (a, b) for state in run.at(step)[0]]
+    if all(found) and equal([min(map(min, found))], [max(map(max, found))]):
+        return found[0][0]
 
 
 def without_innocent(draws, a, b, step, value, cause):
@@ -194,6 +216,16 @@ def changed_on_ranks(a, b, step, cause, draws):
                             "something changes them on each rank before the step, such as a clip by hand")
         return cause, (f"{UNSURE}the ranks of {run.label} have different gradients after the last backward pass, and "
                        "something other than an average changes them before the step, such as a clip by hand")
+
+
+def averaged_before(report, a, b):
+    """Return whether all ranks had an equal gradient, not of zero, of the parameter that differs, one step earlier."""
+    for run in (run for run in (a, b) if report["step"] > 1 and len(run.ranks) > 1):
+        found = [row.grad for state in run.at(report["step"] - 2)[0] for row in state["rows"]
+                 if row.name == report["parameter"]]
+        if found and found[0][0] and all(equal(found[0], grad) for grad in found):
+            return True
+    return False
 
 
 def after_backward(a, b, step):
@@ -348,8 +380,9 @@ def comparable(left, right, key, other=None):
 def sums(states, field, length):
     """Return {the first `length` values of an item: the sums of its other values}, of rank 0, all ranks, unlike ranks.
 
-    Those of rank 0 are nan, and so equal to none, if another rank has different ones of the same size: then rank 0 has
-    only a part, or the ranks differ. Ranks of a tensor-parallel group may have equal ones, which then count once.
+    Those of rank 0 are nan, and so equal to none, if another rank has different ones of the same size, or has drawn
+    more or fewer numbers: then rank 0 has only a part, or the ranks differ. Ranks of a tensor-parallel group may have
+    equal ones, which then count once.
     """
     ranks, every, unlike = [{} for _ in states], {}, {}
     for state, own in zip(states, ranks):
@@ -359,7 +392,7 @@ def sums(states, field, length):
                 found[key] = [x + y for x, y in zip(found.get(key, [0] * len(numbers)), numbers)]
     first = {}
     for key, numbers in ranks[0].items():
-        others = [own[key] for own in ranks[1:] if key in own and own[key][0] == numbers[0]]
+        others = [own[key] for own in ranks[1:] if key in own and (own[key][0] == numbers[0] or field == "sites")]
         alike = all(equal(numbers, other) for other in others)
         first[key] = numbers if alike else [numbers[0], *[math.nan] * (len(numbers) - 1)]
     for key in every:

@@ -69,16 +69,33 @@ def test_passes_that_only_pass_cached_gradients_back_have_no_losses(losses, caus
     assert report["cause"] == cause and report["message"].startswith("not sure: "), report
 
 
+@pytest.mark.parametrize("more", [[], [["() 1", [2.0], "b.py:4"]]])
 @pytest.mark.parametrize(("divisors", "cause"), [
     ((3.0, 4.0), "uneven-mean"), ((3.5, 3.5), "loss"), ((3.0, 5.0), "loss")])
-def test_a_divisor_of_each_rank_is_named_with_its_line(divisors, cause):
+def test_a_divisor_of_each_rank_is_named_with_its_line(divisors, more, cause):
+    """Even if the program also divides by the number of its micro-batches."""
     a, b = differing({"losses": [3.0], "divisors": [["() 1", [7.0], "a.py:2"]]}, *[
-        {"losses": [5.0], "divisors": [["() 1", [divisor], "b.py:3"]]} for divisor in divisors])
+        {"losses": [5.0], "divisors": [*more, [f"() {len(more) + 1}", [divisor], "b.py:3"]]} for divisor in divisors])
     for state in a.states(0) + b.states(0):
         state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
     report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, a, b)
     assert report["cause"] == cause, report
     assert ("divide by 3, 4 (b.py:3), and A by 7" in report["message"]) == (cause == "uneven-mean"), report
+
+
+@pytest.mark.parametrize(("ours", "theirs", "special", "cause"), [
+    ([7.0], [7.0], {}, "loss"), ([7.0], [1.0, 7.0], {}, "loss"), ([7.0], [8.0], {}, "uneven-mean"),
+    ([1.0], [1.0], {}, "uneven-mean"), ([7.0], [], {}, "uneven-mean"), ([7.0, 1.0], [7.0, 1.0], {}, "uneven-mean"),
+    ([7.0], [7.0], {"batches": []}, "uneven-mean"), ([7.0], [7.0], {"passed": []}, "uneven-mean")])
+def test_losses_that_are_divided_by_one_count_differ_in_another_way(ours, theirs, special, cause):
+    """A number below that of the samples, which are two here, may be that of the micro-batches, or a temperature."""
+    shape = "(3,)" if len(ours) > 1 else "()"
+    a, b = differing(*[{"divisors": [[f"{shape} {place}", [by], "a.py:2"] for place, by in enumerate(found)],
+                        "passed": [["output", "Net", True, 4, 8, 1.0, 1.0]]} | special
+                       for found in (ours, theirs, theirs)])
+    report = trace({"step": 1, "cause": "uneven-mean", "message": "not sure: evidence"}, a, b)
+    assert report["cause"] == cause and ("divide their losses by 7" in report["message"]) == (cause == "loss"), report
+    assert trace({"step": 1, "cause": "buffers", "message": "evidence"}, a, b)["cause"] == "buffers"
 
 
 @pytest.mark.parametrize(("number", "divisors", "size", "cause"), [
@@ -341,6 +358,25 @@ def test_a_rank_that_draws_other_numbers_than_rank_0_is_seen(second, cause):
     report = {"step": 1, "cause": "not-averaged", "message": "not sure: ranks differ"}
     found = trace(report, *differing(states[0], *states))
     assert found["cause"] == cause and ("p.py:1" in found["message"]) == (cause == "random"), found
+
+
+@pytest.mark.parametrize(("site", "before", "size", "cause"), [
+    ("(random, integers)", [1.0, 1.0], 1.0, "random"), ("(random, integers)", [0.0, 0.0], 1.0, "not-averaged"),
+    ("(random, integers)", [1.0, 3.0], 1.0, "not-averaged"), ("(random, integers)", [1.0, 1.0], 2.0, "not-averaged"),
+    ("(random, loader)", [1.0, 1.0], 1.0, "not-averaged"), (", module Net (random)", [1.0, 1.0], 1.0, "not-averaged")])
+def test_gradients_that_ranks_have_averaged_before_may_differ_by_what_one_rank_draws(site, before, size, cause):
+    """Such as an order of the tasks. random.shuffle draws again after a number that is too large."""
+    output = ["output", "Net", True, 4, 8]
+    states = [{"sites": [[f"p.py:1 {site}", *drawn]], "passed": [[*output, value, 1.0]]}
+              for drawn, value in (([4, 5.0, 11.0], 1.0), ([7, 9.0, 31.0], size))]
+    a, b = preceded(differing(states[0] | {"passed": [[*output, 1.0, 1.0]]}, *[
+        state | {"passed": [[*output, size, 1.0]]} for state in states]), [1.0, 2.0], [1.0], [2.0])
+    for rank, state in enumerate(b.states(0)):
+        for row, grad in zip(state["rows"], (before[rank], 5.0 + rank)):
+            row[4] = [grad] * 3
+    report = {"step": 2, "cause": "not-averaged", "message": "evidence", "parameter": "v"}
+    assert trace(report, a, b)["cause"] == cause
+    assert trace({**report, "step": 1}, a, b)["cause"] == "not-averaged"
 
 
 @pytest.mark.parametrize(("widths", "size", "place"), [
