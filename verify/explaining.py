@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from .difference import are_inputs, common_factor, loss_of, picked, read_once
-from .records import EQUAL, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, worst
+from .records import ELSEWHERE, EQUAL, NOISE, UNNAMED, WEIGHT, Starts, apart, equal, gap, load, worst
 
 CAUSES = json.loads(Path(__file__).with_name("causes.json").read_text())  # the remedy, the pitfall, the block to copy
 UNSURE = "not sure: "  # precedes the evidence of a rule that only excludes other causes
@@ -19,6 +19,18 @@ UNSEEN = "the samples were not seen, so they may differ"
 def remedy(cause):
     pitfall = CAUSES[cause]["pitfall"]
     return CAUSES[cause]["remedy"] + f" (pitfall {pitfall})" * bool(pitfall)
+
+
+def start(diff):
+    """The weights differ before the first step. If matrices agree, the seeds do, too: biases may all start at zero."""
+    if diff.column == "start":
+        unlike, alike = ([one for one, two in diff.pairs if equal(one.start, two.start) == same]
+                         for same in (False, True))
+        fact = "A and B start with different weights"
+        if any(len(row.shape) > 1 and row.start[0] for row in alike):
+            fact += (f" only in {some(unlike, diff.pairs)}, so the seeds agree: look for what else sets these, such as "
+                     "an initialization from the data of one rank. Otherwise")
+        return fact
 
 
 def batch_size(diff):
@@ -134,11 +146,10 @@ def old_weight(diff):
 def stale(diff):
     """In one run only, gradients are not zero before the first backward pass of the step.
 
-    Those of flat shards are set by hand, so none is added to them.
+    Those of flat shards are set by hand, so none is added to them, but one may be added to those of the modules.
     """
-    if diff.flat:
-        return None
-    left, right = ({name for state in side.states for name in state["stale"]} for side in diff.sides)
+    left, right = ({of for state in side.states for of in state["stale"] if ELSEWHERE in of or not diff.flat}
+                   for side in diff.sides)
     if bool(left) != bool(right):
         label = "B" if right else "A"
         return f"before the step's first backward pass, {label} still has gradients {min(left | right)}"
@@ -405,6 +416,17 @@ def mixed(diff):
                             f"{one.name}: a collective adds up gradients of different parts")
 
 
+def clip_of_shards(diff):
+    """The gradients of all ranks' flat shards have another norm than that to which the other run clips its own."""
+    for side, other in diff.orders if diff.same_loss else ():
+        if side.run.flat and not other.run.flat and clipped(other.states[0]) < 1:
+            shards = {str(row[:5]): row.grad[0] for state in side.run.states(diff.step) for row in load(state)["rows"]}
+            norm, bound = math.hypot(*shards.values()), other.states[0]["clips"][-1][1]
+            if not math.isclose(norm, bound, rel_tol=1e-4):  # clip_grad_norm_ adds 1e-6 to a norm
+                return (f"{other.label} clips the norm of its gradients to {bound:g}, but those of the flat shards of "
+                        f"{side.label} have together the norm {norm:.6g}")
+
+
 def flat(diff):
     """The optimizer of a run holds tensors that no module has, such as flat shards, so gradients are not compared."""
     if diff.flat and diff.same_loss:
@@ -452,8 +474,10 @@ def buffers(diff):
             if found := apart(diff.a.states[0]["unoptimized"], state["unoptimized"], EQUAL, kinds):
                 fact = f"{found[0]} on rank {rank} of {side.label} differs from that on rank 0 of A"
                 fact += where(found[0], diff.a.states, diff.b.states)
-                copied = not diff.step and found[0].startswith("average")  # before the first step: from the weights
-                return ("start", fact) if copied else fact
+                # an average that differs before its weights have moved is a copy of other ones
+                first = all(state["optimizer"] not in {one["optimizer"] for one in side.run.states(number)}
+                            for number in range(diff.step))
+                return ("start", fact) if first and found[0].startswith("average") else fact
 
 
 def where(name, *runs):
@@ -572,7 +596,7 @@ def mean_losses(diff):
 # The first rule that holds names the cause, so a rule stands before all rules whose condition its cause also meets:
 RULES = [
     # what precedes the gradients: each of these changes all that follows
-    ("start", lambda diff: diff.column == "start" and "A and B start with different weights"),
+    ("start", start),
     ("batch-size", batch_size), ("learning-rate", learning_rate), ("no-gradient", none_or_zero),
     ("optimizer", optimizer),
     # from here on, the gradients differ
@@ -586,7 +610,8 @@ RULES = [
     ("reset", reset),
     # with equal losses, the outputs are equal, too: then statistics of all ranks normalize, or BatchNorm rests
     ("batchnorm", lambda diff: "batchnorm" in diff.flags and diff.split and not diff.same_loss and mean_losses(diff)),
-    ("no-gradient", no_graph), ("unknown", mixed), ("optimizer", flat), ("no-backward", no_backward),
+    ("no-gradient", no_graph), ("unknown", mixed), ("clip", clip_of_shards), ("optimizer", flat),
+    ("no-backward", no_backward),
     ("buffers", buffers), ("uneven-mean", reweighted), ("loss", class_weights),
     ("random", lambda diff: "random" in diff.flags and mean_losses(diff)), ("forward", forward),
     ("loss", labels),

@@ -24,7 +24,7 @@ from . import precision
 from .digests import dense, digest, find_parts, marks
 from .draws import Draws
 from .modules import Modules, tensors_of
-from .records import QUIET
+from .records import ELSEWHERE, QUIET
 from .samples import Samples, counts_of, weight_of
 
 COLLECTIVES = ("all_reduce all_gather all_gather_into_tensor all_to_all all_to_all_single broadcast gather reduce "
@@ -237,8 +237,7 @@ class Recorder:
         if self.backwards == 1 or self.stale:
             items = {item: f"of weights of {self.title(optimizer)}" for optimizer in self.tables
                      for group in optimizer.param_groups for item in group["params"]}
-            others = {item: f"that {self.last}, which does not hold these weights, left"
-                      for _, item in self.modules.unoptimized}
+            others = {item: f"that {self.last}{ELSEWHERE} left" for _, item in self.modules.unoptimized}
             found = {id(item): self.last and which for item, which in (others | items).items() if nonzero(item.grad)}
             self.stale = found if self.backwards == 1 else {key: self.stale[key] for key in {*found} & {*self.stale}}
         for optimizer, passes in self.passes.items():  # since its last step

@@ -20,6 +20,7 @@ FROZEN = "frozen"  # in place of "weights": those that need no gradient
 CONSTANT = "constant"  # in place of "input" or "output": what enters a loss besides the outputs of modules
 UNNAMED = "parameter"  # the name of a parameter that no module has
 WEIGHT = "weight "  # precedes the name of a module's parameter that no optimizer holds
+ELSEWHERE = ", which does not hold these weights,"  # in a text on stale gradients: of the optimizer that has stepped
 UNKNOWN, MIXED = [1.0, 0.0, 0.0], [math.nan]  # a gradient's digest and a rate that were not recorded
 TWINS = 64  # so many tensors with equal initial values are candidates for one tensor
 CACHED = 4  # so many steps are in memory with their rows; they are compared in order

@@ -19,6 +19,8 @@ def trace(report, a, b):
     if cause != "not-averaged" and (fact := frozen_weights(a, b, step)):
         cause = "buffers" if step else "start"  # such as an average of another model
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
+    if cause != "not-averaged" and (fact := moved_between(a, b, step)):
+        return {**report, "cause": "optimizer", "message": f"{fact}: {remedy('optimizer')}"}
     change = changed_on_ranks if cause == "not-averaged" else before_changes
     if answer := change(a, b, step, cause, draws):
         cause, fact = answer
@@ -265,6 +267,26 @@ def changed_weights(a, b, step, module):
             gradients = " from gradients that are not averaged" * (cause == "not-averaged")
             return cause, (f"the weights of {module} are equal on {who} in the first call, but not in a later one: "
                            f"something, such as SAM, has changed them in between{gradients}")
+
+
+def moved_between(a, b, step):
+    """Return text that says so if, in one run only, weights have changed since the optimizer's step before."""
+    one, two = (moved(run, step) for run in (a, b))
+    for run, names in ((b, two - one), (a, one - two)):
+        if names:
+            return (f"since the step before, only in {run.label}, something other than the optimizer has changed the "
+                    f"weights of {min(names)}, such as the load of a checkpoint")
+    return ""
+
+
+def moved(run, step):
+    """Return the names of modules whose weights on rank 0 are not those that the step before has left."""
+    left = {}  # {name of a module: sums of the digests of its parameters}
+    for row in run.at(step - 1)[0][0]["rows"] if step else ():
+        name = row.name.rpartition(".")[0]
+        left[name] = [x + y for x, y in zip(left.get(name, (0, 0)), row.value)]
+    found = {row[1]: row[5:] for row in reversed(run.at(step)[0][0]["passed"]) if row[0] == "weights"}
+    return {name for name in found if name in left and not equal(found[name], left[name])}
 
 
 def frozen_weights(a, b, step):

@@ -6,7 +6,7 @@ def made(label, *ranks):
     """Return a run of one step; each rank is a list of (name, shape, start, gradient, value) or of (name, shape)."""
     step = {"event": "step", "batches": [[0, [], [1.0, 2.0], [], []]], "losses": [1.0], "clips": [], "flags": [],
             "resting": 0, "unoptimized": [], "passed": [], "sites": [], "labels": [], "size": 2, "lost": [],
-            "stale": [], "counts": [], "weights": [], "graphs": 0, "replicas": False}
+            "stale": [], "counts": [], "weights": [], "graphs": 0, "replicas": False, "optimizer": 0}
     zero = [[0.0] * 3]
     return Run(label, [(rank, [{**step, "rows": [[name, shape, *(more or zero)[:1], [0.1], *(more[1:] or zero * 2)]
                                                  for name, shape, *more in rows]}])

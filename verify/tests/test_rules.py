@@ -17,7 +17,7 @@ from verify.explaining import (
     unmatched,
 )
 from verify.ranks import parts_of, ranks_differ
-from verify.records import INPUTS, UNKNOWN, Row, Run, join_samples, match
+from verify.records import ELSEWHERE, INPUTS, UNKNOWN, Row, Run, join_samples, match
 
 
 @pytest.mark.parametrize(("losses", "said"), [([1.0], True), ([], False)])
@@ -198,6 +198,15 @@ def test_an_option_of_another_group_is_named_with_its_parameter():
                              "parameters, such as w in group decay")
     pairs = [(one, two._replace(options={"optimizer": "Adam"})) for one, two in pairs]
     assert options_that_differ(pairs, "A", "B") == "optimizer is SGD in A and Adam in B for all parameters"
+
+
+@pytest.mark.parametrize(("shape", "size", "known"), [([2, 2], 1.0, True), ([2], 1.0, False), ([2, 2], 0.0, False)])
+def test_only_some_weights_that_differ_at_the_start_have_not_another_seed(shape, size, known):
+    """Vectors, and what starts at zero, are equal for any seed."""
+    a, b = (made(label, [("v", [2], [one] * 3), ("w", shape, [size] * 3)]) for label, one in (("A", 1.0), ("B", 2.0)))
+    report = compare_runs(a, b)
+    assert report["cause"] == "start" and report["parameter"] == "v"
+    assert ("only in 1 of 2 parameters, such as v" in report["message"]) == known, report
 
 
 @pytest.mark.parametrize(("name", "grads", "cause", "said"), [
@@ -469,10 +478,26 @@ def test_one_gradient_of_several_that_is_not_averaged_is_said_to_be_one():
     assert report["cause"] == "not-averaged" and report["message"].startswith(said), report
 
 
-@pytest.mark.parametrize("flat", [True, False])
-def test_gradients_of_flat_shards_are_set_by_hand_and_not_stale(flat):
-    sides = [SimpleNamespace(states=[{"stale": found}]) for found in ([], ["SGD"])]
-    assert bool(stale(SimpleNamespace(flat=flat, sides=sides))) != flat
+@pytest.mark.parametrize(("flat", "of", "said"), [
+    (True, "of weights of SGD", False), (True, f"that SGD{ELSEWHERE} left", True), (False, "of weights of SGD", True)])
+def test_gradients_of_flat_shards_are_set_by_hand_and_not_stale(flat, of, said):
+    sides = [SimpleNamespace(states=[{"stale": found}]) for found in ([], [of])]
+    assert bool(stale(SimpleNamespace(flat=flat, sides=sides))) == said
+
+
+@pytest.mark.parametrize(("norm", "loss", "starts", "grads", "cause"), [
+    (7.0, 1.0, (1.0, 2.0), (0.8, 0.8), "clip"), (7.0, 1.0, (1.0, 2.0), (0.599999, 0.8), "optimizer"),
+    (7.0, 1.0, (1.0, 1.0), (1.0, 1.0), "optimizer"),  # a replica of the shard
+    (0.5, 1.0, (1.0, 2.0), (0.8, 0.8), "optimizer"), (7.0, 5.0, (1.0, 2.0), (0.8, 0.8), "forward")])
+def test_flat_shards_are_clipped_by_their_common_norm(norm, loss, starts, grads, cause):
+    a = made("A", [("w", [2], [1.0] * 3, [1.0] * 3, [2.0] * 3)])
+    steps = a.states(0)[0] | {"clips": [[norm, 1.0]], "losses": [loss]}
+    weights = [{"unoptimized": [["weight w", [2], [value] * 3]], "states": []} for value in (1.0, 3.0, 4.0)]
+    b = [(rank, [{**step, **changed} for step, changed in zip(made("", [
+        ("parameter", [1], [starts[rank]] * 3, [grads[rank]] * 3, [2.0] * 3)]).states(0) * 2, weights)]
+          + [{"event": "end", **weights[2]}]) for rank in range(2)]
+    report = compare_runs(Run("A", [(0, [steps, steps])]), Run("B", b))
+    assert report["cause"] == cause, report
 
 
 @pytest.mark.parametrize(("name", "said"), [("parameter", True), ("w", False)])
@@ -494,13 +519,17 @@ def test_gradients_in_the_loss_may_be_split_over_the_ranks(ranks, losses, inputs
     assert (report["cause"], not report["message"].startswith("not sure")) == (cause, sure), report
 
 
-@pytest.mark.parametrize(("step", "cause"), [(0, "start"), (1, "buffers")])
-def test_a_copy_that_differs_before_the_first_step_is_a_weight_that_starts_apart(step, cause):
-    """Such as a target network that is copied before DDP sends the weights of rank 0."""
-    average = [{"unoptimized": [["average of w", [1], [size] * 3]]} for size in (1.0, 2.0)]
+@pytest.mark.parametrize(("kind", "step", "optimizer", "cause"), [
+    ("average of", 0, 0, "start"), ("average of", 1, 0, "buffers"), ("average of", 1, 1, "start"),
+    ("buffer", 1, 1, "buffers")])
+def test_a_copy_that_differs_before_the_first_step_is_a_weight_that_starts_apart(kind, step, optimizer, cause):
+    """Such as a target network that is copied before DDP sends the weights of rank 0, even if another model trains."""
+    average = [{"unoptimized": [[f"{kind} w", [1], [size] * 3]]} for size in (1.0, 2.0)]
     a, b = differing({"losses": [1.5]} | average[0], *average)
     difference = Difference(a, b, 0, "grad", match(a.at(0)[1], b.at(0)[1]))
     difference.step = step
+    for state, now in zip(difference.b.states, b.states(0)):
+        state["optimizer"], now["optimizer"] = 0, optimizer  # in the steps before
     assert explain(difference)[0] == cause
 
 

@@ -400,6 +400,26 @@ def test_ranks_that_each_read_the_whole_batch_need_not_average():
     assert trace(report, *differing(*a.states(0), *b.states(0)))["message"].startswith("ranks 0 and 1 of B")
 
 
+@pytest.mark.parametrize(("ours", "theirs", "size", "said"), [
+    (3.0, 3.0, 5.0, ""), (3.0, 4.0, 5.0, "only in B"), (4.0, 3.0, 5.0, "only in A"), (4.0, 5.0, 5.0, ""),
+    (3.0, 4.0, 1.0, "")])  # another module of that name
+def test_weights_that_change_between_two_steps_are_named(ours, theirs, size, said):
+    """After the step before, the weights of layer, two parameters, have digests of 1 and 2."""
+    states = [{"passed": [["output", "layer", False, 4, 8, 1.0, 1.0],
+                          *[["weights", "layer", False, 0, 1, found, found] for found in (first, 9.0)]]}
+              for first in (ours, theirs)]
+    a, b = preceded(differing(*states), [1.0, 2.0], [1.0, 2.0])
+    for state in (run.states(step)[0] for run in (a, b) for step in range(2)):
+        state["rows"] = [[f"{name}.{part}", *row[1:5], [value] * 3] for name, part, row, value in zip(
+            ("layer", "layer" if size > 1 else "other"), ("weight", "bias"), state["rows"], (1.0, 2.0))]
+    report = {"step": 2, "cause": "loss", "message": "evidence"}
+    found = trace(report, a, b)
+    assert (found["cause"] == "optimizer") == bool(said) == ("weights of layer" in found["message"]), found
+    assert said in found["message"]
+    assert trace({**report, "step": 1}, a, b)["cause"] == "loss"
+    assert trace({**report, "cause": "not-averaged"}, a, b)["cause"] == "not-averaged"  # weights are averaged, perhaps
+
+
 @pytest.mark.parametrize(("a", "b", "cut", "cause", "said"), [
     ([1.0, 2.0], [[1.0, 2.0], [1.0, 3.0]], 1, "not-averaged", "equal on the ranks of B in the first call"),
     ([1.0, 2.0], [[1.0, 3.0], [1.0, 3.0]], 1, "optimizer", "equal on A and B in the first call"),
