@@ -91,7 +91,10 @@ def read(root: Path = ROOT) -> list[Section]:
 
 
 def weigh(sections: list[Section]) -> Weights:
-    """Return {term: {number of a section: weight}}: ten times Okapi BM25, with the usual k1 = 1.2 and b = 0.75."""
+    """Return {term: {number of a section: weight}}: ten times Okapi BM25, with k1 = 1.2 and b = 0.5.
+
+    The usual b = 0.75 ranks long rows of symptoms too low.
+    """
     lengths = [section.terms.total() for section in sections]
     mean = sum(lengths) / len(lengths)
     having = collections.Counter(term for section in sections for term in section.terms)
@@ -99,7 +102,7 @@ def weigh(sections: list[Section]) -> Weights:
     for number, section in enumerate(sections):
         for term, count in section.terms.items():
             rarity = math.log(1 + (len(sections) - having[term] + .5) / (having[term] + .5))
-            saturation = count * 2.2 / (count + 1.2 * (.25 + .75 * lengths[number] / mean))
+            saturation = count * 2.2 / (count + 1.2 * (.5 + .5 * lengths[number] / mean))
             found[term][number] = round(10 * rarity * saturation)
     return found
 
