@@ -338,9 +338,10 @@ def rank_repeats(run, step):
         sampler = next((event["sampler"] for event in run.events[rank] if event["event"] == "epoch"), "")
         for again in range(step) if "set_epoch" in sampler else ():
             count = min(step - again, run.length - step)
-            pairs = [[sorted(run.ranks[rank][number + k]["samples"]) for number in (step, again)] for k in range(count)]
-            if all(equal(*pair) for pair in pairs) and sum(len(one) for one, _ in pairs) > 2:
-                yield rank, again
+            for field in ("samples", "indices"):  # augmentation changes the samples of an index
+                pairs = [[sorted(run.ranks[rank][number + k][field]) for number in (step, again)] for k in range(count)]
+                if all(equal(*pair) for pair in pairs) and sum(len(one) for one, _ in pairs) > 2:
+                    yield rank, again
 
 
 def samples(diff):

@@ -94,7 +94,7 @@ class Modules:
                 sums = [float(flat.sum()), float(flat @ wave(len(flat), flat.device).real)][:1 + bool(divisor.ndim)]
                 self.divisors.append([f"{tuple(divisor.shape)} {counts[divisor.shape]}", sums, place_of(node)])
             for field in (field for field in dir(node) if field.startswith("_saved_")):
-                value = getattr(node, field)
+                value = None if "_result" in field else getattr(node, field)  # a result follows from the operands
                 if type(value) is torch.Tensor and value.ndim and not value.requires_grad and (
                         value.is_floating_point() or value.dtype == torch.bool):
                     key = node.name().partition("Backward")[0], field, value.shape[1:]

@@ -341,8 +341,8 @@ def first_value(a, b, step, quiet=False, ordered=True):
             pairs = []  # of some calls, as a length is: their micro-batches may be of other samples
         shifted = "integers" in kind and "targets" not in kind and outermost and place == FIRST
         if pairs and not shifted and not any(equal(one[:digits], two[:digits]) for one, two in pairs):
-            if kind == CONSTANT and any(proportional(*pair) for pair in pairs):
-                continue  # such as a mask that one program has divided by the number of ranks
+            if kind == CONSTANT and (unlike or any(proportional(*pair) for pair in pairs)):
+                continue  # such as a mask that one program has divided by the number of ranks, or one for other outputs
             passed_on = "integers" in kind and pairs in indices  # by the outermost module
             found = kind, name, place if outermost or passed_on else INSIDE
             if kind != "input (integers)":

@@ -187,6 +187,13 @@ def test_what_divides_a_loss_has_its_number_and_its_line():
     assert sorted(found) == [["() 1", [4.0], 0], ["() 2", [2.0], 1], ["(3,) 1", [3.0, -1.248081], 1]], found
 
 
+def test_what_a_loss_saves_of_its_own_result_is_no_operand():
+    modules, lengths = Modules(), torch.full((2,), 3)
+    scores = torch.randn(5, 2, 4, requires_grad=True).log_softmax(-1)
+    modules.constants(torch.nn.functional.ctc_loss(scores, torch.ones(2, 3).long(), torch.full((2,), 5), lengths))
+    assert not [name for _, name, *_ in modules.passed if name.startswith("Ctc")], modules.passed
+
+
 def test_an_optimizer_that_wraps_another_has_the_name_of_that():
     outer = SimpleNamespace(optim=torch.optim.SGD([torch.zeros(1)], 0.1))
     assert options_of(outer, 0, {})["optimizer"] == "SGD" == options_of(outer.optim, 0, {})["optimizer"]

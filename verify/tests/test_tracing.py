@@ -220,6 +220,15 @@ def test_a_teacher_whose_outputs_have_another_size_is_not_named(size, cause, con
     assert found["cause"] == cause and ("Teacher" in found["message"]) == (cause == "forward"), found
 
 
+def test_what_enters_the_loss_is_no_evidence_if_outputs_are_not_compared():
+    """As in a CTC loss of outputs that each rank pads to its own longest sample."""
+    values = [{"passed": [["output", "Net", True, 4, rows, 1.0, 1.0], ["constant", "Mul 1", True, 1, 8, mass, 1.0]]}
+              for rows, mass in ((8, 1.0), (12, 5.0))]
+    report = {"step": 1, "cause": "uneven-mean", "message": "not sure: evidence"}
+    found = trace(report, *differing(*values))
+    assert found["cause"] == "uneven-mean" and "the output of Net has another size" in found["message"], found
+
+
 def test_indices_that_a_model_passes_on_are_its_input():
     """Else, the input of the layer would differ inside the model."""
     values = [{"passed": [["input (integers)", name, name == "Net", 1, 8, size, size] for name in ("Net", "layer")]}
