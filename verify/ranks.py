@@ -44,7 +44,7 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 cause, what, unsure = found
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
-            elif column == "value" and any(row.options.get("optimizer") == "LBFGS" for pair in pairs for row in pair):
+            elif column == "value" and "lbfgs" in pairs[0][0].options.get("optimizer", "").lower():  # of any library
                 what += "; L-BFGS moves by the loss that its closure returns: return the mean of all ranks' losses"
             if cause in ("not-averaged", "partial") and any(
                     one.grad[0] > 0 and worst([(one, two)], "grad")[0] <= limit for one, two in pairs):

@@ -194,6 +194,14 @@ def test_what_a_loss_saves_of_its_own_result_is_no_operand():
     assert not [name for _, name, *_ in modules.passed if name.startswith("Ctc")], modules.passed
 
 
+def test_optimizers_are_told_apart_by_the_order_in_which_they_first_step():
+    recorder, optimizers = Recorder.__new__(Recorder), [torch.optim.SGD([torch.zeros(1)], 0.1) for _ in range(2)]
+    recorder.tables = {optimizers[0]: ()}
+    assert recorder.title(optimizers[0]) == "SGD"
+    recorder.tables[optimizers[1]] = ()
+    assert [recorder.title(optimizer)[-9:] for optimizer in optimizers] == ["number 1)", "number 2)"]
+
+
 def test_an_optimizer_that_wraps_another_has_the_name_of_that():
     outer = SimpleNamespace(optim=torch.optim.SGD([torch.zeros(1)], 0.1))
     assert options_of(outer, 0, {})["optimizer"] == "SGD" == options_of(outer.optim, 0, {})["optimizer"]

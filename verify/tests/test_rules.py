@@ -210,8 +210,8 @@ def test_only_some_weights_that_differ_at_the_start_have_not_another_seed(shape,
 
 
 @pytest.mark.parametrize(("name", "grads", "cause", "said"), [
-    ("LBFGS", [2.0, 2.0], "optimizer", True), ("SGD", [2.0, 2.0], "optimizer", False),
-    ("LBFGS", [2.0, 3.0], "not-averaged", False)])
+    ("LBFGS", [2.0, 2.0], "optimizer", True), ("OwnLbfgs", [2.0, 2.0], "optimizer", True),
+    ("SGD", [2.0, 2.0], "optimizer", False), ("LBFGS", [2.0, 3.0], "not-averaged", False)])
 def test_weights_of_ranks_may_differ_by_the_loss_of_a_closure(name, grads, cause, said):
     b = made("B", *[[("w", [2], [1.0] * 3, [by] * 3, [1.0 + rank] * 3) for by in (2.0, grad)]
                     for rank, grad in enumerate(grads)])
