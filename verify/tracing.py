@@ -21,16 +21,16 @@ def trace(report, a, b):
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
     if cause != "not-averaged" and (fact := moved_between(a, b, step)):
         return {**report, "cause": "optimizer", "message": f"{fact}: {remedy('optimizer')}"}
+    drawn = [site for site in draws if ", module " not in site and ", loader)" not in site]
+    if cause == "not-averaged" and value == () and drawn and averaged_before(report, a, b):
+        fact = (f"{UNSURE}the ranks had equal gradients in the step before, all outputs of modules agree, and the "
+                f"program draws other random numbers in this step, {', '.join(drawn[:3])}")
+        return {**report, "cause": "random", "message": f"{fact}: {remedy('random')}"}
     change = changed_on_ranks if cause == "not-averaged" else before_changes
     if answer := change(a, b, step, cause, draws):
         cause, fact = answer
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
     if cause == "not-averaged" and not message.startswith(UNSURE):
-        drawn = [site for site in draws if ", module " not in site and ", loader)" not in site]
-        if value == () and drawn and averaged_before(report, a, b):
-            fact = (f"{UNSURE}the ranks had equal gradients in the step before, all outputs of modules agree, and the "
-                    f"program draws other random numbers in this step, {', '.join(drawn[:3])}")
-            return {**report, "cause": "random", "message": f"{fact}: {remedy('random')}"}
         return report
     kind, module, place = value or ("", "", None)
     unclear = cause in ("uneven-mean", "loss", "unknown") or cause == "reset" and message.startswith(UNSURE)

@@ -5,7 +5,7 @@ from made import batch, differing, made, preceded
 
 from verify.comparing import compare_runs
 from verify.modules import Modules
-from verify.records import FROZEN, INPUTS
+from verify.records import FROZEN, INPUTS, Row
 from verify.tracing import draws_that_differ, first_value, trace
 
 
@@ -383,6 +383,9 @@ def test_gradients_that_ranks_have_averaged_before_may_differ_by_what_one_rank_d
     for rank, state in enumerate(b.states(0)):
         for row, grad in zip(state["rows"], (before[rank], 5.0 + rank)):
             row[4] = [grad] * 3
+    for rank, state in enumerate(b.states(1)):  # something changes the gradients of each rank after the backward pass
+        state["rows"] = [Row(*row[:4], [3.0, 1.0 + rank, 2.0], row[5], computed=[2.0, rank, 1.0])
+                         for row in state["rows"]]
     report = {"step": 2, "cause": "not-averaged", "message": "evidence", "parameter": "v"}
     assert trace(report, a, b)["cause"] == cause
     assert trace({**report, "step": 1}, a, b)["cause"] == "not-averaged"
