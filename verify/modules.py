@@ -6,8 +6,8 @@ import re
 
 import torch
 
-from .digests import NOT_FINITE, digest, real, wave
-from .records import CONSTANT, FROZEN, UNNAMED, WEIGHT
+from .digests import NOT_FINITE, SMALL, digest, real, wave
+from .records import CONSTANT, FROZEN, PRODUCTS, UNNAMED, WEIGHT
 
 
 class Modules:
@@ -17,7 +17,7 @@ class Modules:
         self.names, self.leaves, self.replicas, self.scalers = {}, [], False, []  # names: {id(module): name}
         self.passed = []  # [kind, name, whether outermost, width, size, squared norm, wave] of inputs and outputs
         self.outputs = []  # nodes of the graph: the outputs of modules with parameters
-        self.places, self.divisors = {}, []  # {name of a constant: file and line}; of constants()
+        self.places, self.divisors, self.operands = {}, [], []  # {name of a constant: file and line}; of constants()
         self.computed = {}  # {name of a module whose input is no sample: where it is from}
         self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
 
@@ -93,6 +93,7 @@ class Modules:
                 counts[divisor.shape] += 1
                 sums = [float(flat.sum()), float(flat @ wave(len(flat), flat.device).real)][:1 + bool(divisor.ndim)]
                 self.divisors.append([f"{tuple(divisor.shape)} {counts[divisor.shape]}", sums, place_of(node)])
+            self.note_operands(node, counts)
             for field in (field for field in dir(node) if field.startswith("_saved_")):
                 value = None if "_result" in field else getattr(node, field)  # a result follows from the operands
                 if type(value) is torch.Tensor and value.ndim and not value.requires_grad and (
@@ -102,6 +103,21 @@ class Modules:
                     name = f"{key[0]} {counts[key]}"
                     self.places[name] = place_of(node)
                     self.note(CONSTANT, name, True, [value.double()])
+
+    def note_operands(self, node, counts):
+        """Note small tensors on which a node of a loss does not depend linearly: [name, shapes, digests, place].
+
+        Of a product, these are both factors, or a vector that needs no gradient.
+        """
+        name, fields = node.name().partition("Backward")[0], [field for field in dir(node) if field[:7] == "_saved_"]
+        fields = ["_saved_other"] * ("_saved_other" in fields) if name == "Div" else fields
+        found = [getattr(node, field) for field in fields if "weight" not in field]  # the sum of classes' weights
+        found = [item for item in found if type(item) is torch.Tensor and item.is_floating_point() and item.numel()]
+        product = name in PRODUCTS and len(found) == 1
+        if found and all(item.numel() <= SMALL for item in found) and (not product or found[0].ndim):
+            shapes = str([tuple(item.shape) for item in found])
+            counts[name, shapes] += 1
+            self.operands.append([f"{name} {counts[name, shapes]}", shapes, digest(found), place_of(node)])
 
     def note(self, kind, name, outermost, tensors):
         """Note the sums of tensors over all elements; they add up over ranks and micro-batches."""

@@ -99,7 +99,7 @@ class Recorder:
         self.taken = [], [], {}  # by torch.autograd.grad: of the optimizers' parameters: losses, counts, gradients
         self.lost = []  # where a collective without a backward pass took a tensor that needs a gradient
         self.draws.showing = False
-        self.modules.places, self.modules.divisors, self.modules.computed = {}, [], {}
+        self.modules.places, self.modules.divisors, self.modules.operands, self.modules.computed = {}, [], [], {}
         if self.shows():
             self.draws.show()
             torch.autograd.set_detect_anomaly(True, check_nan=False)  # each node of the graph keeps its place
@@ -447,8 +447,8 @@ class Recorder:
                                        self.known)],
                    options=[options_of(optimizer, *pair) for pair in enumerate(optimizer.param_groups)],
                    unoptimized=before, passed=self.modules.passed, sites=self.draws.sites,
-                   places=self.modules.places, divisors=self.modules.divisors, computed=self.modules.computed,
-                   norms=local, states=self.restored[0])
+                   places=self.modules.places, divisors=self.modules.divisors, operands=self.modules.operands,
+                   computed=self.modules.computed, norms=local, states=self.restored[0])
         self.write("joined" if self.joins else "step", optimizer=number,
                    batches=[batch for *batch, _, _ in self.samples.batches],
                    labels=[label for *_, labels, _ in self.samples.batches for label in labels],

@@ -18,6 +18,7 @@ LEAVES = -2  # such inputs that need a gradient: points of a PINN, or what a sta
 QUIET = "no_grad "  # precedes "input" or "output" of a call without gradients, as of a teacher or a policy
 FROZEN = "frozen"  # in place of "weights": those that need no gradient
 CONSTANT = "constant"  # in place of "input" or "output": what enters a loss besides the outputs of modules
+PRODUCTS = "Addmm Baddbmm Bmm Dot Mm Mul Mv".split()  # nodes of a graph that are linear in each of two factors
 UNNAMED = "parameter"  # the name of a parameter that no module has
 WEIGHT = "weight "  # precedes the name of a module's parameter that no optimizer holds
 ELSEWHERE = ", which does not hold these weights,"  # in a text on stale gradients: of the optimizer that has stepped

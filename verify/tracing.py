@@ -6,7 +6,7 @@ import statistics
 
 from .difference import Difference, are_inputs, common_factor, read_once
 from .explaining import UNSEEN, UNSURE, explain, remedy, some
-from .records import CONSTANT, EQUAL, FROZEN, QUIET, equal, match, worst
+from .records import CONSTANT, EQUAL, FROZEN, PRODUCTS, QUIET, equal, match, worst
 
 INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
 EARLY = ", before the first forward pass)"  # ends the place of draws in draws.py
@@ -41,6 +41,8 @@ def trace(report, a, b):
     if cause == "batchnorm" and (value == () or kind == CONSTANT or is_input and place == FIRST
                                  or value and "output" in kind and module not in norms):
         cause, unclear = "loss", True  # BatchNorm's outputs agree, as if it had statistics of all ranks
+    if cause == "evaluation" and message.startswith(UNSURE) and (value == () or kind == CONSTANT):
+        cause, unclear = "loss", True  # in evaluation mode, outputs would differ
     draws = without_innocent(draws, a, b, step, value, cause)
     quiet = first_value(a, b, step, True) if value == () or kind == CONSTANT else None
     quiet = quiet and quiet[2] != SIZES and quiet[:2]
@@ -61,10 +63,13 @@ def trace(report, a, b):
     elif value:
         before[FIRST] = f", {origin}" if origin else before[FIRST]
         fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
-    if unclear and (value == () or kind == CONSTANT or place == SIZES) and (divided := unequal_divisors(a, b, step)):
-        divided = "the outputs of all modules agree; " * (place != SIZES) + divided
+    in_loss = unclear and (value == () or kind == CONSTANT or is_input and place == LATER)  # or before another module
+    which = f"before {module} agree" if is_input else "of all modules agree"
+    if (in_loss or unclear and place == SIZES) and (divided := unequal_divisors(a, b, step)):
+        divided = f"the outputs {which}; " * in_loss + divided
         return {**report, "cause": "uneven-mean", "message": f"{divided}: {remedy('uneven-mean')}"}
-    if cause == "uneven-mean" and value == () and (divisor := common_divisor(a, b, step)):
+    own = in_loss and own_statistic(a, b, step)
+    if cause == "uneven-mean" and value == () and not own and (divisor := common_divisor(a, b, step)):
         return {**report, "cause": "loss", "message": (
             f"{UNSURE}the outputs of all modules agree, and both programs divide their losses by {divisor:.9g}, so the "
             f"losses differ in another way: {remedy('loss')}")}
@@ -78,9 +83,11 @@ def trace(report, a, b):
         fact = fact * (place != SIZES) or "the program draws other random numbers for this step"
     elif changed:
         cause, fact = changed
-    elif quiet and (unclear or cause == "evaluation"):
+    elif quiet and unclear:
         cause = "forward"
-    elif kind == CONSTANT and (unclear or cause == "evaluation"):
+    elif own:
+        return {**report, "cause": "uneven-mean", "message": f"the outputs {which}, but {own}: {remedy('uneven-mean')}"}
+    elif kind == CONSTANT and unclear:
         return {**report, "cause": "loss", "message": f"{fact}: {remedy('loss')}"}
     elif unclear and "targets" in kind:
         cause = "loss" if all(read_once(run, step, 0) for run in (a, b)) else "samples"
@@ -133,6 +140,33 @@ def divisors_of(run, step, once):
             shared = once and all(equal(sums, divisors[0][0]) for sums, _ in divisors)
             found.setdefault(which, []).extend(divisors[:1] if shared else divisors)
     return found
+
+
+def own_statistic(a, b, step):
+    """Return text that says so if the ranks of one run compute a term of the loss from a statistic of their samples.
+
+    Such a statistic is an operand of as many values as in the other run, but with other values on each rank, and the
+    loss does not depend on it linearly: the mean of such terms is not the term of the mean. A product has two.
+    """
+    every = [{}, {}]  # {(name, shapes): [(digests, place) of all ranks and micro-batches]}
+    for run, found in zip((a, b), every):
+        for state in run.at(step)[0]:
+            for name, shapes, digests, place in state.get("operands", ()):
+                found.setdefault((name, shapes), []).append((digests, place))
+    for run, mine, other, theirs in ((b, every[1], a, every[0]), (a, every[0], b, every[1])):
+        for key, parts in mine.items() if run.cut == 1 else ():
+            kind = key[0].partition(" ")[0]
+            known = [digests for (name, shapes), found in theirs.items() for digests, _ in found
+                     if (name.partition(" ")[0], shapes) == (kind, key[1])]
+            unlike = [any(not equal(digests[number], parts[0][0][number]) for digests, _ in parts)
+                      for number in range(len(parts[0][0]))]
+            enough = all(unlike) if kind in PRODUCTS else any(unlike)
+            if enough and len(parts) > len(theirs.get(key, parts)) and not any(
+                    equal(sum(digests, []), sum(one, [])) for digests, _ in parts for one in known):
+                return (f"an operand of {key[0]}, {parts[0][1]}, is another one "
+                        f"on each rank of {run.label}, of the size that it has in {other.label}: a term of the loss, "
+                        "such as a ratio or a product of means, is computed from each rank's own samples")
+    return ""
 
 
 def common_divisor(a, b, step):

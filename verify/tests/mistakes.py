@@ -36,8 +36,8 @@ MISTAKES = [
     "rows by hand, points", "augmented", "augmented, no set_epoch", "two loaders", "two loaders, own mean",
     "two loaders, one order", "two loaders, taken", "two loaders, taken, one order", "two loaders, taken, own mean",
     "two loaders, taken, half of it", "penalty", "penalty, constant", "sharded", "sharded, not reduced",
-    "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, taught",
-    "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
+    "sharded, clipped per rank", "sharded, half clipped", "weighted", "weighted, own median", "weighted, own mean",
+    "weighted, taught", "scaled", "owned by ranks, scheduler on rank 0", "owned by ranks, gradients kept",
     "flat", "flat, decayed", "flat, not sent", "averaged in a hook", "each sample",
     "each sample, one dropped", "each sample, other noise", "noise on gradients",
     "set_epoch on rank 0", "penalty, attacked"]
@@ -268,14 +268,16 @@ def train_in_micro_batches(mistake, rank, world):
             loss = nn.functional.cross_entropy(model(x), y)
             _ = loss.backward() if world > 1 else torch.autograd.grad(loss, x)
         with contextlib.nullcontext() if last or wrapped is model else wrapped.no_sync():
-            loss = nn.functional.cross_entropy(wrapped(x), y, reduction="none" if "weighted" in mistake else "mean")
+            scores = wrapped(x)
+            loss = nn.functional.cross_entropy(scores, y, reduction="none" if "weighted" in mistake else "mean")
             if "taught" in mistake:
                 with torch.no_grad():  # a teacher, whose input depends on the share
                     size = average(x - x.mean(0) * (world > 1)).square().sum(1)
                 loss = (loss * size).mean()
             elif "weighted" in mistake:
                 size = x.norm(dim=1)
-                loss = (loss * (1 + 1.0 * (size > (size.median() if "own" in mistake else 2.0)))).mean()
+                loss = (loss * (1 + 1.0 * (size > (size.median() if "median" in mistake else 2.0)))).mean()
+                loss = loss + scores.mean(0).square().sum() if "own mean" in mistake else loss
             if "penalty" in mistake:
                 create_graph = "constant" not in mistake or world == 1
                 grad, = torch.autograd.grad(loss, x, None, True, create_graph)
@@ -512,8 +514,8 @@ if __name__ == "__main__":
              "equal rows by hand", "average", "buffer of a share", "mean without backward",
              "batchnorm at rest", "order of one process", "fused", "noise of each rank", "lists", "each sample",
              "rows by hand, from a buffer", "batchnorm without backward", "joined", "augmented", "two loaders",
-             "noise on gradients", "penalty", "penalty, attacked", "scaled", "sharded", "weighted", "weighted, taught",
-             "rows by hand, points"}  # also on one
+             "noise on gradients", "penalty", "penalty, attacked", "scaled", "sharded", "weighted",
+             "weighted, own mean", "weighted, taught", "rows by hand, points"}  # also on one
     for mistake in MISTAKES + WAYS:
         worlds = (1,) if mistake in WAYS else (1, 2) if mistake in alone | {"right"} else (2,)
         for world in (4,) if "replicated" in mistake else worlds:

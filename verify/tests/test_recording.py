@@ -187,6 +187,21 @@ def test_what_divides_a_loss_has_its_number_and_its_line():
     assert sorted(found) == [["() 1", [4.0], 0], ["() 2", [2.0], 1], ["(3,) 1", [3.0, -1.248081], 1]], found
 
 
+def test_what_a_loss_does_not_depend_on_linearly_is_recorded():
+    """A product with one number, what is divided, the weights of classes and large tensors are left out."""
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        mean = x.mean(0)
+        loss = (mean * weight).sum() + (mean * torch.tensor(2.0)).exp().sum() / torch.tensor(4.0)
+        loss = loss + torch.nn.functional.nll_loss(x.expand(2, 3), torch.zeros(2).long(), weight=weight)
+        loss = loss + x.expand(9000, 2, 3).square().sum()
+    modules = Modules()
+    modules.constants(loss)
+    assert sorted(row[:2] for row in modules.operands) == [
+        ["Div 1", "[()]"], ["Exp 1", "[(3,)]"], ["Mul 1", "[(3,)]"], ["NllLoss 1", "[(2, 3)]"]], modules.operands
+    assert all(place.startswith("test_recording.py:") for *_, place in modules.operands), modules.operands
+
+
 def test_what_a_loss_saves_of_its_own_result_is_no_operand():
     modules, lengths = Modules(), torch.full((2,), 3)
     scores = torch.randn(5, 2, 4, requires_grad=True).log_softmax(-1)

@@ -98,6 +98,40 @@ def test_losses_that_are_divided_by_one_count_differ_in_another_way(ours, theirs
     assert trace({"step": 1, "cause": "buffers", "message": "evidence"}, a, b)["cause"] == "buffers"
 
 
+ONE, TWO, MEAN = [[1.0] * 3], [[3.0] * 3], [[2.0] * 3]
+
+
+@pytest.mark.parametrize(("whole", "parts", "change", "cause"), [
+    ([MEAN], [[ONE], [TWO]], {}, "uneven-mean"),
+    ([MEAN], [[ONE], [ONE]], {}, "loss"),  # equal on the ranks, as a statistic of all samples
+    ([ONE], [[ONE], [TWO]], {}, "loss"), ([MEAN, ONE], [[ONE], [TWO]], {}, "loss"),  # of a part of A, such as a task
+    ([MEAN], [[ONE], [TWO]], {"shape": "[(2,)]"}, "loss"),  # of another size, as the samples have
+    ([MEAN + ONE], [[ONE + ONE], [TWO + ONE]], {"name": "Mul"}, "loss"),  # linear in what each rank has
+    ([MEAN + MEAN], [[ONE + ONE], [TWO + TWO]], {"name": "Mul"}, "uneven-mean"),
+    ([MEAN], [[ONE], [TWO]], {"cause": "buffers"}, "buffers"), ([MEAN], [[ONE], [TWO]], {"cut": 2}, "loss"),
+    ([MEAN], [[ONE], [TWO]], {"more": "constant"}, "uneven-mean"), ([MEAN], [[ONE], [TWO]], {"passed": []}, "loss"),
+    ([MEAN], [[ONE], [TWO]], {"more": "input"}, "uneven-mean"),
+    ([MEAN], [[ONE], [TWO]], {"more": "input", "passed": []}, "samples"),
+    ([MEAN], [[ONE], [TWO]], {"cause": "uneven-mean", "divisors": [["() 1", [7.0], "c.py:4"]]}, "uneven-mean")])
+def test_a_term_of_the_loss_from_each_ranks_own_samples_is_named_with_its_line(whole, parts, change, cause):
+    """Such as a product of means, or the square of a covariance."""
+    name, passed = change.get("name", "Pow"), [["output", "Net", True, 4, 8, 1.0, 1.0]]
+    a, b = differing(*[{"passed": change.get("passed", passed), "operands": [
+        [f"{name} {number}", shape, digests, place] for number, digests in enumerate(found)],
+        "divisors": change.get("divisors", [])} for found, shape, place in [(whole, "[(3,)]", "a.py:2"), *[
+            (part, change.get("shape", "[(3,)]"), "b.py:3") for part in parts]]])
+    for state in a.states(0) + b.states(0) if "more" in change else ():  # a mask, or what the next module takes
+        state["passed"] = [*state["passed"], [change["more"], "Where 1", True, 1, 4, float(state in b.states(0)), 2.0]]
+    b.cut = change.get("cut", 1)
+    report = trace({"step": 1, "cause": change.get("cause", "loss"), "message": "not sure: evidence"}, a, b)
+    assert report["cause"] == cause, report
+    assert (f"an operand of {name} 0, b.py:3, is another one on each rank" in report["message"]) == (
+        cause == "uneven-mean"), report
+    if cause == "uneven-mean":
+        found = trace({"step": 1, "cause": cause, "message": "not sure: evidence"}, b, a)
+        assert "each rank of B" in found["message"] and "not sure" not in found["message"], found
+
+
 @pytest.mark.parametrize(("number", "divisors", "size", "cause"), [
     (4, [[3.0] * 2, [4.0] * 3], 8, "uneven-mean"), (4, [[3.0] * 2, [4.0] * 3], 12, "uneven-mean"),
     (4, [[3.0] * 2, [4.5] * 3], 8, "loss"), (4, [[2.0, 1.0], [4.0] * 3], 8, "uneven-mean"),

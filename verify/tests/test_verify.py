@@ -47,7 +47,8 @@ CAUSES = {
     "two loaders, taken, own mean": "uneven-mean", "penalty, constant": "no-gradient",
     "penalty, attacked": "stale",
     "sharded, not reduced": "no-gradient", "sharded, clipped per rank": "no-backward", "sharded, half clipped": "clip",
-    "weighted, own median": "evaluation", "weighted, taught": "evaluation", "flat, decayed": "optimizer",
+    "weighted, own median": "evaluation", "weighted, own mean": "evaluation", "weighted, taught": "evaluation",
+    "flat, decayed": "optimizer",
     "flat, not sent": "optimizer", "each sample, one dropped": "batch-size"}
 
 
@@ -190,6 +191,7 @@ def test_the_answer_says_what_shows_it_or_that_it_is_not_sure(records, mistake, 
 @pytest.mark.parametrize(("mistake", "start", "said"), [
     ("labels smoothed", "equal samples", "the outputs of all modules agree, so the loss differs"),
     ("weighted, own median", "the outputs of all modules agree", "(an operand of Mul 1, mistakes.py:"),
+    ("weighted, own mean", "the outputs of all modules agree, but an operand of Pow 1, mistakes.py:", "own samples"),
     ("weighted, taught", "the input of Sequential, which computes without gradients, differs", "compare what this mod"),
     ("equal rows by hand", "every rank reads the same samples", "the input of Sequential differs")])
 def test_the_values_of_the_step_say_more(records, mistake, start, said):
