@@ -12,7 +12,7 @@ README.md in this folder says what is compared, which causes are named, and what
 float64 and records the `digests.py` of tensors at each optimizer step. It watches the program's `modules.py`, the
 `samples.py` that it reads and the random numbers that it draws (`draws.py`). `comparing.py` finds the first difference
 between the `records.py` of two commands, or between the ranks of one (`ranks.py`). `difference.py` collects what is
-known of it, the rules of `explaining.py` name its likely cause, and `tracing.py` looks at one step's values.
+known of it, and the rules of `explaining.py` name its likely cause. Those of `tracing.py` read one step's `values.py`.
 `watching.py` checks the records of a single command. `resuming.py` kills a command, resumes it, and names what the
 resumed run has lost.
 """

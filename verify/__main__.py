@@ -13,7 +13,8 @@ from .explaining import CAUSES, UNSURE
 from .records import Run
 from .resuming import LOST, remove, resume
 from .running import printed, record
-from .tracing import draws_that_differ, trace
+from .tracing import trace
+from .values import draws_that_differ
 from .watching import watch
 
 VERSION = 1  # of the report as JSON, whose fields README.md lists

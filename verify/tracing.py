@@ -1,113 +1,206 @@
-"""What first differs in one step, for which both runs have recorded values, draws and gradients, too."""
-import collections
+"""What first differs in one step for which both runs have recorded values, draws and gradients, too.
+
+As in explaining.py, rules say what a difference shows. They are functions of a Traced that return the cause and the
+evidence, or a false value.
+"""
 import itertools
 import math
 import statistics
+from functools import cached_property
 
 from .difference import Difference, are_inputs, common_factor, read_once
 from .explaining import UNSEEN, UNSURE, explain, remedy, some
 from .records import CONSTANT, EQUAL, FROZEN, PRODUCTS, QUIET, equal, match, worst
+from .values import EARLY, FIRST, LATER, SIZES, draws_that_differ, first_value
 
-INSIDE, FIRST, LATER, SIZES = range(4)  # where a value differs: first_value()
-EARLY = ", before the first forward pass)"  # ends the place of draws in draws.py
+
+class Traced:
+    """Describes the step at which two runs differ, by the values and draws that both have recorded in it."""
+
+    def __init__(self, report, a, b):
+        self.a, self.b, self.step, self.report, self.cause = a, b, report["step"] - 1, report, report["cause"]
+        self.unsure = report["message"].startswith(UNSURE)
+        self.value = first_value(a, b, self.step, ordered=self.cause != "no-backward")
+        self.kind, self.module, self.place = self.value or ("", "", None)
+        self.all_draws = draws_that_differ(a, b, self.step)
+        self.agree, self.is_input = self.value == (), "input" in self.kind  # whether all outputs of modules agree
+        self.in_loss = self.agree or self.kind == CONSTANT
+        if self.refuted():
+            self.cause = "loss"
+        # the rule that named the cause knows only losses, so what the values show is better
+        self.unclear = self.cause in ("uneven-mean", "loss", "unknown") or self.cause == "reset" and self.unsure
+
+    def refuted(self):
+        """Return whether outputs agree that would differ if layers normalized shares, or were in evaluation mode."""
+        if self.cause == "batchnorm":  # they agree as if BatchNorm had statistics of all ranks
+            norms = {name for state in self.states() for name in state.get("norms", ())}
+            before = self.is_input and self.place == FIRST
+            return self.in_loss or before or self.value and "output" in self.kind and self.module not in norms
+        return self.cause == "evaluation" and self.unsure and self.in_loss
+
+    def states(self, *runs):
+        return [state for run in runs or (self.a, self.b) for state in run.at(self.step)[0]]
+
+    @cached_property
+    def draws(self):
+        """Where the programs draw different random numbers that have an effect."""
+        return without_innocent(self.all_draws, self.a, self.b, self.step, self.value, self.cause)
+
+    @cached_property
+    def quiet(self):
+        """What differs in calls without gradients, if no output of the others does, else None."""
+        found = first_value(self.a, self.b, self.step, True) if self.in_loss else None
+        return found if found and found[2] != SIZES else None
+
+    @cached_property
+    def origin(self):
+        """Where the input of the first module is computed, if it is no sample."""
+        return next((state["computed"][self.module] for state in self.states()
+                     if self.place == FIRST and self.module in state.get("computed", ())), "")
+
+    @cached_property
+    def fact(self):
+        """Text that says what first differs, or an empty string."""
+        if self.quiet:  # a teacher, a target network or a policy computes what enters the loss
+            kind, module, _ = self.quiet
+            return f"the {kind.removeprefix(QUIET)} of {module}, which computes without gradients, differs"
+        if self.place == SIZES:
+            return (f"the {self.kind} of {self.module} has another size, so it was not compared; if it is padded to "
+                    "another length, look for a layer that reads padding")
+        if self.kind == CONSTANT:
+            places = {state["places"][self.module]: 0 for state in self.states(self.b, self.a)
+                      if state.get("places", {}).get(self.module)}
+            where = f", {' or '.join(places)}" * bool(places)
+            return ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
+                    f"weights, what they are divided by, or a selection (an operand of {self.module}{where})")
+        if "targets" in self.kind:
+            return f"the targets of {self.module} differ"
+        before = {FIRST: f", {self.origin}" if self.origin else ": look before the model",
+                  LATER: ", though the outputs before it agree"}.get(self.place, "")
+        return f"the {self.kind} of {self.module} differs{before * self.is_input}" if self.value else ""
 
 
 def trace(report, a, b):
     """Return the report, once both runs have recorded the values and draws of its step: what first differs there."""
-    step, cause, message = report["step"] - 1, report["cause"], report["message"]
-    value, draws = first_value(a, b, step, ordered=cause != "no-backward"), draws_that_differ(a, b, step)
-    if cause != "not-averaged" and (fact := frozen_weights(a, b, step)):
-        cause = "buffers" if step else "start"  # such as an average of another model
-        return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
-    if cause != "not-averaged" and (fact := moved_between(a, b, step)):
-        return {**report, "cause": "optimizer", "message": f"{fact}: {remedy('optimizer')}"}
-    drawn = [site for site in draws if ", module " not in site and ", loader)" not in site]
-    if cause == "not-averaged" and value == () and drawn and averaged_before(report, a, b):
-        fact = (f"{UNSURE}the ranks had equal gradients in the step before, all outputs of modules agree, and the "
-                f"program draws other random numbers in this step, {', '.join(drawn[:3])}")
-        return {**report, "cause": "random", "message": f"{fact}: {remedy('random')}"}
-    change = changed_on_ranks if cause == "not-averaged" else before_changes
-    if answer := change(a, b, step, cause, draws):
+    found = Traced(report, a, b)
+    if answer := next(filter(None, (rule(found) for rule in BEFORE_VALUES)), None):
         cause, fact = answer
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}"}
-    if cause == "not-averaged" and not message.startswith(UNSURE):
+    if found.cause == "not-averaged" and not found.unsure:
         return report
-    kind, module, place = value or ("", "", None)
-    unclear = cause in ("uneven-mean", "loss", "unknown") or cause == "reset" and message.startswith(UNSURE)
-    is_input = "input" in kind
-    origin = next((state["computed"][module] for run in (a, b) for state in run.at(step)[0]
-                   if place == FIRST and module in state.get("computed", ())), "")
-    norms = {name for run in (a, b) for state in run.at(step)[0] for name in state.get("norms", ())}
-    if cause == "batchnorm" and (value == () or kind == CONSTANT or is_input and place == FIRST
-                                 or value and "output" in kind and module not in norms):
-        cause, unclear = "loss", True  # BatchNorm's outputs agree, as if it had statistics of all ranks
-    if cause == "evaluation" and message.startswith(UNSURE) and (value == () or kind == CONSTANT):
-        cause, unclear = "loss", True  # in evaluation mode, outputs would differ
-    draws = without_innocent(draws, a, b, step, value, cause)
-    quiet = first_value(a, b, step, True) if value == () or kind == CONSTANT else None
-    quiet = quiet and quiet[2] != SIZES and quiet[:2]
-    fact, before = "", {FIRST: ": look before the model", LATER: ", though the outputs before it agree"}
-    if quiet:  # a teacher, a target network or a policy computes what enters the loss
-        fact = f"the {quiet[0].removeprefix(QUIET)} of {quiet[1]}, which computes without gradients, differs"
-    elif place == SIZES:
-        fact = (f"the {kind} of {module} has another size, so it was not compared; if it is padded to another "
-                "length, look for a layer that reads padding")
-    elif kind == CONSTANT:
-        places = {state["places"][module]: 0 for run in (b, a) for state in run.at(step)[0]
-                  if state.get("places", {}).get(module)}
-        module += f", {' or '.join(places)}" * bool(places)
-        fact = ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
-                f"weights, what they are divided by, or a selection (an operand of {module})")
-    elif "targets" in kind:
-        fact = f"the targets of {module} differ"
-    elif value:
-        before[FIRST] = f", {origin}" if origin else before[FIRST]
-        fact = f"the {kind} of {module} differs{before.get(place, '') if is_input else ''}"
-    in_loss = unclear and (value == () or kind == CONSTANT or is_input and place == LATER)  # or before another module
-    which = f"before {module} agree" if is_input else "of all modules agree"
-    if (in_loss or unclear and place == SIZES) and (divided := unequal_divisors(a, b, step)):
-        divided = f"the outputs {which}; " * in_loss + divided
-        return {**report, "cause": "uneven-mean", "message": f"{divided}: {remedy('uneven-mean')}"}
-    own = in_loss and own_statistic(a, b, step)
-    if cause == "uneven-mean" and value == () and not own and (divisor := common_divisor(a, b, step)):
-        return {**report, "cause": "loss", "message": (
-            f"{UNSURE}the outputs of all modules agree, and both programs divide their losses by {divisor:.9g}, so the "
-            f"losses differ in another way: {remedy('loss')}")}
-    changed = unclear and value and not is_input and changed_weights(a, b, step, module)
-    in_model = [site for site in draws if ", module " in site or "(torch." in site]
-    fallback = cause in ("buffers", "not-averaged") and message.startswith(UNSURE)
-    if draws and not in_model and (unclear or cause == "random" or fallback):
-        one, two = samples_of_both(a, b, step)
-        noise = equal(one, two) and (not value or "output" in kind)  # no input differs, such as noise on the weights
-        cause = "random" if noise else "samples"
-        fact = fact * (place != SIZES) or "the program draws other random numbers for this step"
-    elif changed:
-        cause, fact = changed
-    elif quiet and unclear:
-        cause = "forward"
-    elif own:
-        return {**report, "cause": "uneven-mean", "message": f"the outputs {which}, but {own}: {remedy('uneven-mean')}"}
-    elif kind == CONSTANT and unclear:
-        return {**report, "cause": "loss", "message": f"{fact}: {remedy('loss')}"}
-    elif unclear and "targets" in kind:
-        cause = "loss" if all(read_once(run, step, 0) for run in (a, b)) else "samples"
-    elif unclear and value and place != SIZES:
-        cause = {FIRST: "samples", LATER: "loss"}.get(place) if is_input and not origin else None
-        cause = cause or "forward"
-    elif cause == "samples" and not (value and are_inputs(a.states(step) + b.states(step))):
-        fact = ""
-    elif value == ():
-        passes = {len(state["losses"]) for run in (a, b) for state in run.states(step)}
-        part = "loss" if cause in ("uneven-mean", "loss") else "backward pass"
-        part = part if passes - {0} else "loss, or what the program makes of its gradients,"
-        fact = f"the outputs of all modules agree, so the {part} differs"
-        sure = cause == "loss" and len(passes) == 1 or cause == "not-averaged"  # else, other passes have other losses
-        message = message.removeprefix(UNSURE) if sure else message
-        message = message.replace(f"{UNSEEN}; ", "")  # the inputs agree, too
-    said = f"\nrandom numbers that differ: {', '.join(draws[:3])}" * bool(draws)
-    if cause != report["cause"]:
+    cause, fact = next(filter(None, (rule(found) for rule in RULES)), (found.cause, ""))
+    said = f"\nrandom numbers that differ: {', '.join(found.draws[:3])}" * bool(found.draws)
+    if fact and (cause != report["cause"] or found.unsure):
         return {**report, "cause": cause, "message": f"{fact}: {remedy(cause)}{said}"}
+    message, fact = (report["message"], fact) if fact else noted(found)
     return {**report, "message": message + f"\n{fact}" * bool(fact) + said}
+
+
+def noted(found):
+    """Return the report's message and what to add to it if no rule holds, so the cause stays as it is."""
+    message = found.report["message"]
+    if not found.agree or found.quiet or found.cause == "samples":
+        is_sample = found.cause == "samples" and not (found.value and are_inputs(found.a.states(found.step)
+                                                                                 + found.b.states(found.step)))
+        return message, found.fact * (not is_sample)
+    passes = {len(state["losses"]) for run in (found.a, found.b) for state in run.states(found.step)}
+    part = "loss" if found.cause in ("uneven-mean", "loss") else "backward pass"
+    part = part if passes - {0} else "loss, or what the program makes of its gradients,"
+    if found.cause == "loss" and len(passes) == 1 or found.cause == "not-averaged":  # else, other passes differ
+        message = message.removeprefix(UNSURE)
+    return message.replace(f"{UNSEEN}; ", ""), f"the outputs of all modules agree, so the {part} differs"
+
+
+def frozen(found):
+    """A module that no optimizer trains, such as an average of another model, has other weights."""
+    if found.cause != "not-averaged" and (fact := frozen_weights(found.a, found.b, found.step)):
+        return "buffers" if found.step else "start", fact
+
+
+def moved_by_others(found):
+    if found.cause != "not-averaged" and (fact := moved_between(found.a, found.b, found.step)):
+        return "optimizer", fact
+
+
+def noise_after_average(found):
+    drawn = [site for site in found.all_draws if ", module " not in site and ", loader)" not in site]
+    if found.cause == "not-averaged" and found.agree and drawn and averaged_before(found.report, found.a, found.b):
+        return "random", (f"{UNSURE}the ranks had equal gradients in the step before, all outputs of modules agree, "
+                          f"and the program draws other random numbers in this step, {', '.join(drawn[:3])}")
+
+
+def changes(found):
+    """What changes the gradients after the last backward pass differs, or hides what does."""
+    change = changed_on_ranks if found.cause == "not-averaged" else before_changes
+    return change(found.a, found.b, found.step, found.cause, found.all_draws)
+
+
+def divisors(found):
+    if in_terms(found) or found.unclear and found.place == SIZES:
+        divided = unequal_divisors(found.a, found.b, found.step)
+        return divided and ("uneven-mean", f"{outputs_before(found)}; " * (found.place != SIZES) + divided)
+
+
+def in_terms(found):
+    """Return whether the terms of the loss differ, or what enters a module after these, such as weights of terms."""
+    return found.unclear and (found.in_loss or found.is_input and found.place == LATER)
+
+
+def outputs_before(found):
+    return f"the outputs {f'before {found.module}' if found.is_input else 'of all modules'} agree"
+
+
+def one_divisor(found):
+    if found.cause == "uneven-mean" and found.agree and not own_statistic(found.a, found.b, found.step):
+        divisor = common_divisor(found.a, found.b, found.step)
+        return divisor and ("loss", f"{UNSURE}the outputs of all modules agree, and both programs divide their losses "
+                                    f"by {divisor:.9g}, so the losses differ in another way")
+
+
+def other_draws(found):
+    in_model = any(", module " in site or "(torch." in site for site in found.draws)
+    fallback = found.cause in ("buffers", "not-averaged") and found.unsure
+    if found.draws and not in_model and (found.unclear or found.cause == "random" or fallback):
+        one, two = samples_of_both(found.a, found.b, found.step)
+        noise = equal(one, two) and (not found.value or "output" in found.kind)  # on weights: no input differs
+        fact = found.fact * (found.place != SIZES) or "the program draws other random numbers for this step"
+        return "random" if noise else "samples", fact
+
+
+def weights_within_step(found):
+    if found.unclear and found.value and not found.is_input:
+        return changed_weights(found.a, found.b, found.step, found.module)
+
+
+def teacher(found):
+    return found.unclear and found.quiet and ("forward", found.fact)
+
+
+def own_terms(found):
+    own = in_terms(found) and own_statistic(found.a, found.b, found.step)
+    return own and ("uneven-mean", f"{outputs_before(found)}, but {own}")
+
+
+def value(found):
+    """The first value that differs is a target, what enters the loss, or an input or output of a module."""
+    if not found.unclear or not found.value or found.place == SIZES:
+        return None
+    if "targets" in found.kind:
+        cause = "loss" if all(read_once(run, found.step, 0) for run in (found.a, found.b)) else "samples"
+    elif found.kind == CONSTANT:
+        cause = "loss"
+    else:
+        cause = {FIRST: "samples", LATER: "loss"}.get(found.place, "forward")
+        cause = cause if found.is_input and not found.origin else "forward"
+    return cause, found.fact
+
+
+def refutation(found):
+    return found.cause != found.report["cause"] and found.agree and ("loss", noted(found)[1])
+
+
+BEFORE_VALUES = [frozen, moved_by_others, noise_after_average, changes]
+RULES = [divisors, one_divisor, other_draws, weights_within_step, teacher, own_terms, value, refutation]
 
 
 def unequal_divisors(a, b, step):
@@ -346,114 +439,3 @@ def first_losses_agree(a, b, step):
         return True
     first = [sum(losses[0] for losses in ranks) for ranks in (one, two)]
     return any(math.isclose(first[0] / x, first[1] / y, rel_tol=EQUAL) for x in (1, len(one)) for y in (1, len(two)))
-
-
-def first_value(a, b, step, quiet=False, ordered=True):
-    """Return (kind, module, place) of the first input or output that differs in a step, () if none does, else None.
-
-    Both runs must have recorded them. Two values are equal if their sums over ranks and micro-batches are equal, or if
-    each rank has the whole value. Values whose widths or sizes differ are slices or padded, and are not compared. With
-    `ordered` False, as after equal losses, values that only stand in another order are equal, too.
-    `place` is 0 inside a model, 1 for the first models, 2 for a model or loss that follows the output of another one,
-    and SIZES if no value differs, but the size of a model's output does. If `quiet`, look at calls without gradients.
-    """
-    if min(a.length, b.length) <= step:
-        return None
-    left, right = (sums(run.at(step)[0], "passed", 4) for run in (a, b))
-    other = other_modules(a, b, step)
-    shared = [key for key in left[1] if key in right[1] and key[0] not in ("weights", FROZEN)
-              and key[0].startswith(QUIET) == quiet and not f"{key[1]}.".startswith(other)]
-    place, unlike, indices, integers = FIRST, None, [], None
-    digits = 3 if ordered else 2  # of [size, squared norm, wave]
-    calls = collections.Counter(tuple(item[:4]) for state in a.at(step)[0] for item in state["passed"])
-    usual = {key[:3]: number for key, number in sorted(calls.items(), key=lambda pair: pair[1])}
-    uneven = {key[:3] for key in shared if not comparable(left, right, key)}
-    for key in shared:  # in the order of the forward pass
-        kind, name, outermost, _ = key
-        pairs = comparable(left, right, key)
-        if key[:3] in uneven and calls[key] < usual[key[:3]]:
-            pairs = []  # of some calls, as a length is: their micro-batches may be of other samples
-        shifted = "integers" in kind and "targets" not in kind and outermost and place == FIRST
-        if pairs and not shifted and not any(equal(one[:digits], two[:digits]) for one, two in pairs):
-            if kind == CONSTANT and (unlike or any(proportional(*pair) for pair in pairs)):
-                continue  # such as a mask that one program has divided by the number of ranks, or one for other outputs
-            passed_on = "integers" in kind and pairs in indices  # by the outermost module
-            found = kind, name, place if outermost or passed_on else INSIDE
-            if kind != "input (integers)":
-                return integers or found
-            integers = integers or found
-        elif pairs and "integers" not in kind:
-            integers = None  # they depend on the split, as the edges of a collated graph: what follows from them agrees
-        if shifted:  # an index into the batch depends on the split
-            indices.append(pairs)
-        if outermost and "output" in kind:
-            place, unlike = LATER, unlike if pairs else (kind, name, SIZES)
-    return integers or unlike or (() if shared else None)
-
-
-def proportional(one, two):
-    """Return whether one value is a multiple of the other one, as far as [size, squared norm, wave] show."""
-    factor = two[2] / (one[2] or math.nan)
-    return math.isclose(two[1], factor * factor * one[1], rel_tol=EQUAL)
-
-
-def other_modules(a, b, step):
-    """Return how names begin that two modules have: each stage of a pipeline may have a module "0"."""
-    weights = [[{row[1]: row[5:] for row in reversed(state["passed"])
-                 if row[0] in ("weights", FROZEN)}  # of the first calls
-                for state in run.at(step)[0]] for run in (a, b)]
-    unlike = {name for found in sum(weights, []) for name in found if any(
-        not equal(found[name], other.get(name, found[name])) for other in sum(weights, []))}
-    unlike |= {name for ranks in weights for found in ranks for name in found if any(name not in one for one in ranks)}
-    # if tensors are split by hand, other weights are other slices of the same module
-    return tuple(f"{name.rpartition('.')[0] or name}." for name in unlike if a.cut == b.cut == 1)
-
-
-def draws_that_differ(a, b, step):
-    """Return where the program of B, or else that of A, drew random numbers that the other one did not draw.
-
-    A site is a line of the program, with the library and the module. Sites are compared by the sums of their numbers,
-    before and after the first forward pass, which may come between other draws of that line on each rank.
-    """
-    sites = [[state["sites"] for state in run.at(step)[0]] for run in (a, b)]
-    later = {site for ranks in sites for found in ranks for site, *_ in found}
-    left, right = (sums([{"sites": [[site.replace(EARLY, ")"), *numbers] for site, *numbers in found]}
-                         for found in ranks], "sites", 1) for ranks in sites)
-    for mine, others in ((right, left), (left, right)):
-        found = [site for site in mine[0] if not any(
-            equal(*pair) for other in others[0] for pair in comparable(mine, others, site, other))]
-        if found:
-            return [label if label in later else label[:-1] + EARLY for (label,) in found]
-    return []
-
-
-def comparable(left, right, key, other=None):
-    """Return the pairs of a value's sums that have equal sizes: over all ranks, or on rank 0, in each run."""
-    pairs = [(one.get(key), two.get(other or key)) for one in left for two in right]
-    return [pair for pair in pairs if all(pair) and pair[0][0] == pair[1][0]]
-
-
-def sums(states, field, length):
-    """Return {the first `length` values of an item: the sums of its other values}, of rank 0, all ranks, unlike ranks.
-
-    Those of rank 0 are nan, and so equal to none, if another rank has different ones of the same size, or has drawn
-    more or fewer numbers: then rank 0 has only a part, or the ranks differ. Ranks of a tensor-parallel group may have
-    equal ones, which then count once.
-    """
-    ranks, every, unlike = [{} for _ in states], {}, {}
-    for state, own in zip(states, ranks):
-        for item in state[field]:
-            key, numbers = tuple(item[:length]), item[length:]
-            for found in (own, every):
-                found[key] = [x + y for x, y in zip(found.get(key, [0] * len(numbers)), numbers)]
-    first = {}
-    for key, numbers in ranks[0].items():
-        others = [own[key] for own in ranks[1:] if key in own and (own[key][0] == numbers[0] or field == "sites")]
-        alike = all(equal(numbers, other) for other in others)
-        first[key] = numbers if alike else [numbers[0], *[math.nan] * (len(numbers) - 1)]
-    for key in every:
-        once = []
-        for numbers in (own[key] for own in ranks if key in own):
-            once += [numbers] * (not any(equal(numbers, other) for other in once))
-        unlike[key] = [sum(values) for values in zip(*once)]
-    return first, every, unlike

@@ -6,7 +6,8 @@ from made import batch, differing, made, preceded
 from verify.comparing import compare_runs
 from verify.modules import Modules
 from verify.records import FROZEN, INPUTS, Row
-from verify.tracing import draws_that_differ, first_value, trace
+from verify.tracing import trace
+from verify.values import draws_that_differ, first_value
 
 
 @pytest.mark.parametrize(("own", "number", "said"), [
@@ -130,6 +131,42 @@ def test_a_term_of_the_loss_from_each_ranks_own_samples_is_named_with_its_line(w
     if cause == "uneven-mean":
         found = trace({"step": 1, "cause": cause, "message": "not sure: evidence"}, b, a)
         assert "each rank of B" in found["message"] and "not sure" not in found["message"], found
+
+
+@pytest.mark.parametrize(("message", "second", "cause"), [
+    ("not sure: evidence", 1.0, "loss"), ("evidence", 1.0, "evaluation"), ("not sure: evidence", 2.0, "evaluation")])
+def test_layers_in_evaluation_mode_change_outputs(message, second, cause):
+    """An evaluation before the step suggests them. If all outputs agree, the loss differs in another way."""
+    a, b = differing({}, {}, {})
+    for state in a.states(0) + b.states(0):
+        state["passed"] = [["output", "Net", True, 4, 8, second if state in b.states(0) else 1.0, 1.0]]
+    assert trace({"step": 1, "cause": "evaluation", "message": message}, a, b)["cause"] == cause
+
+
+@pytest.mark.parametrize(("cause", "message", "unlike", "named", "said"), [
+    ("random", "evidence", {"draw"}, "random", "evidence\nthe program draws other random numbers"),
+    ("buffers", "evidence", {"draw"}, "buffers", "evidence\nthe outputs of all modules agree"),
+    ("not-averaged", "evidence", {"draw"}, "not-averaged", "evidence"),
+    ("samples", "evidence", set(), "samples", "evidence"),
+    ("loss", "not sure: evidence", {"draw in a module"}, "loss", "evidence\nthe outputs of all modules agree"),
+    ("loss", "not sure: evidence", {"draw", "own"}, "random", "the program draws other random numbers"),
+    ("loss", "not sure: evidence", {"teacher", "own"}, "forward", "the output of Teacher, which computes without grad"),
+    ("buffers", "evidence", {"teacher"}, "buffers", "evidence\nthe output of Teacher, which computes without grad"),
+    ("buffers", "evidence", {"weights"}, "buffers", "evidence\nthe output of Net differs")])
+def test_values_say_more_but_change_only_a_cause_that_is_unclear(cause, message, unlike, named, said):
+    a, b = differing({}, {}, {})
+    for number, state in enumerate(a.states(0) + b.states(0)):
+        draw = "a.py:1 (torch, module Drop)" if "draw in a module" in unlike else "a.py:1 (torch)"
+        value = {what: 1.0 + number * (what in unlike) for what in ("teacher", "own", "weights")}
+        state |= {"sites": [[draw, 4, 1.0 + number * bool(unlike & {"draw", "draw in a module"}), 1.0]],
+                  "operands": [["Pow 1", "[(3,)]", [[value["own"]] * 3], "a.py:2"]],
+                  "passed": [["weights", "Net", False, 0, 4, 1.0, 1.0],
+                             ["weights", "Net", False, 0, 4, value["weights"], 1.0],
+                             ["no_grad output", "Teacher", True, 4, 8, value["teacher"], 1.0],
+                             ["output", "Net", True, 4, 8, value["weights"], 1.0]]}
+    report = trace({"step": 1, "cause": cause, "message": message}, a, b)
+    assert report["cause"] == named and report["message"].startswith(said), report
+    assert (report["message"] == "evidence") == (said == "evidence"), report
 
 
 @pytest.mark.parametrize(("number", "divisors", "size", "cause"), [

@@ -18,7 +18,8 @@ from verify.explaining import set_epoch
 from verify.records import LEAVES, Run, equal, load, match
 from verify.running import record
 from verify.samples import described
-from verify.tracing import after_backward, draws_that_differ, first_value, trace
+from verify.tracing import after_backward, trace
+from verify.values import draws_that_differ, first_value
 from verify.watching import watch
 
 HERE = Path(__file__).parent
