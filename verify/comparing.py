@@ -176,6 +176,7 @@ def unequal_steps(run, failure):
     """Return text that says how many steps the ranks of a run take if their numbers differ, or None.
 
     If a rank has ended, another one may wait for it in a collective of the step that it has not begun, and fail there.
+    If none has, all may wait in different collectives, and the first error is that of one that waits.
     """
     lost = [rank for rank in run.ranks if "failed" in run.kinds(rank)]
     counts = {rank: run.kinds(rank).count("begin" if failure or lost else "step") for rank in run.ranks}
@@ -183,8 +184,11 @@ def unequal_steps(run, failure):
     stopped = failure and failure.training or {*behind} & {*lost}
     if behind and not stopped:
         return f"the ranks of {run.label} take {[*counts.values()]} steps"
-    ended = [rank for rank in run.ranks if "end" in run.kinds(rank)]
-    if not behind and ended and lost and failure and ALONE.search(failure.said):
+    ended, waits = [rank for rank in run.ranks if "end" in run.kinds(rank)], failure and ALONE.search(failure.said)
+    if behind and waits and {*lost} == {*run.ranks}:
+        return (f"{UNSURE}the ranks of {run.label} take {[*counts.values()]} steps, and all fail, as if they waited in "
+                f"different collectives: {failure.said.splitlines()[-1]}")
+    if not behind and ended and lost and waits:
         return (f"{UNSURE}after {run.length} steps, rank(s) {ended} of {run.label} end, and rank(s) {lost} fail, as if "
                 f"waiting for the others: {failure.said.splitlines()[-1]}")
 

@@ -482,13 +482,15 @@ def buffers(diff):
 
 
 def where(name, *runs):
-    """Return text that says whether a buffer or an average differs between ranks. `runs` has the states of each run.
+    """Return text that says whether the buffers or averages of a module differ between ranks, given the name of one.
 
-    It is empty if such tensors are sharded: their digests are those of the whole tensors, which all ranks have.
+    `runs` has the states of each run. The text is empty if such tensors are sharded: their digests are those of the
+    whole tensors, which all ranks have.
     """
     if any("sharded" in state["flags"] for states in runs for state in states):
         return ""
-    differs = any(apart(states[0]["unoptimized"], state["unoptimized"], EQUAL, name)
+    module = name[:name.rfind(".") + 1] or name
+    differs = any(apart(states[0]["unoptimized"], state["unoptimized"], EQUAL, module)
                   for states in runs for state in states[1:])
     return "; ranks differ, too" if differs else "; the ranks of each run agree"
 

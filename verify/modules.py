@@ -100,7 +100,7 @@ class Modules:
                         value.is_floating_point() or value.dtype == torch.bool):
                     key = node.name().partition("Backward")[0], field, value.shape[1:]
                     counts[key] += 1
-                    name = f"{key[0]} {counts[key]}"
+                    name = f"{key[0]} {counts[key]} {field} {tuple(value.shape[1:])}"
                     self.places[name] = place_of(node)
                     self.note(CONSTANT, name, True, [value.double()])
 

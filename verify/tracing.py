@@ -6,6 +6,7 @@ evidence, or a false value.
 import itertools
 import math
 import statistics
+from ast import literal_eval
 from functools import cached_property
 
 from .difference import Difference, are_inputs, common_factor, read_once
@@ -31,11 +32,13 @@ class Traced:
         self.unclear = self.cause in ("uneven-mean", "loss", "unknown") or self.cause == "reset" and self.unsure
 
     def refuted(self):
-        """Return whether outputs agree that would differ if layers normalized shares, or were in evaluation mode."""
+        """Return whether the values exclude the cause, such as equal outputs of layers in evaluation mode."""
         if self.cause == "batchnorm":  # they agree as if BatchNorm had statistics of all ranks
             norms = {name for state in self.states() for name in state.get("norms", ())}
             before = self.is_input and self.place == FIRST
             return self.in_loss or before or self.value and "output" in self.kind and self.module not in norms
+        if self.cause == "no-backward":  # equal losses suggest a collective, but other operands say more
+            return self.unsure and self.kind == CONSTANT
         return self.cause == "evaluation" and self.unsure and self.in_loss
 
     def states(self, *runs):
@@ -70,9 +73,9 @@ class Traced:
         if self.kind == CONSTANT:
             places = {state["places"][self.module]: 0 for state in self.states(self.b, self.a)
                       if state.get("places", {}).get(self.module)}
-            where = f", {' or '.join(places)}" * bool(places)
+            where = " ".join(self.module.split()[:2]) + f", {' or '.join(places)}" * bool(places)
             return ("the outputs of all modules agree, but what enters the loss besides them differs, such as a mask, "
-                    f"weights, what they are divided by, or a selection (an operand of {self.module}{where})")
+                    f"weights, what they are divided by, or a selection (an operand of {where})")
         if "targets" in self.kind:
             return f"the targets of {self.module} differ"
         before = {FIRST: f", {self.origin}" if self.origin else ": look before the model",
@@ -137,7 +140,8 @@ def changes(found):
 
 def divisors(found):
     if in_terms(found) or found.unclear and found.place == SIZES:
-        divided = unequal_divisors(found.a, found.b, found.step)
+        runs = found.a, found.b, found.step
+        divided = unequal_divisors(*runs) or gathered_divisor(*runs)
         return divided and ("uneven-mean", f"{outputs_before(found)}; " * (found.place != SIZES) + divided)
 
 
@@ -222,6 +226,21 @@ def unequal_divisors(a, b, step):
                             f"{other.label} by {said[1]}")
 
 
+def gathered_divisor(a, b, step):
+    """Return text that says so if one run divides by a row of numbers for each rank, whose sum the other divides by.
+
+    A small number, which keeps a ratio finite, may have been added to each row.
+    """
+    one, two = (divisors_of(run, step, True) for run in (a, b))
+    for run, mine, other, others in ((b, two, a, one), (a, one, b, two)):
+        for (which, found), (wanted, divisors) in itertools.product(mine.items(), others.items()):
+            shape, (first, *more) = literal_eval(which.rpartition(" ")[0]), [sums[0] for sums, _ in found]
+            rows = wanted.rpartition(" ")[0] == str(shape[1:]) and shape[:1] == (len(run.ranks),)
+            if rows and equal([first] * len(more), more) and math.isclose(first, divisors[0][0][0], rel_tol=0.1):
+                return (f"{run.label} divides by {shape[0]} rows of gathered numbers ({found[0][1]}), and "
+                        f"{other.label} by their sum, {divisors[0][0][0]:.9g}")
+
+
 def divisors_of(run, step, once):
     """Return {which: [(sums, file and line), ...]} of all ranks and micro-batches, or one that a rank's all share."""
     found = {}
@@ -247,7 +266,9 @@ def own_statistic(a, b, step):
             for name, shapes, digests, place in state.get("operands", ()):
                 found.setdefault((name, shapes), []).append((digests, place))
     for run, mine, other, theirs in ((b, every[1], a, every[0]), (a, every[0], b, every[1])):
-        for key, parts in mine.items() if run.cut == 1 else ():
+        shares = [sorted(state["samples"]) for state in run.states(step)]
+        divided = run.cut == 1 or any(not equal(share, shares[0]) for share in shares)  # else, tensors are, not samples
+        for key, parts in mine.items() if divided else ():
             kind = key[0].partition(" ")[0]
             known = [digests for (name, shapes), found in theirs.items() for digests, _ in found
                      if (name.partition(" ")[0], shapes) == (kind, key[1])]

@@ -34,6 +34,20 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_named(kinds, said, found):
     assert fact.startswith(f"not sure: {found}") and fact.endswith(said) if found else fact is None
 
 
+@pytest.mark.parametrize(("kinds", "said", "found"), [
+    ([["begin", "failed"], ["begin", "begin", "failed"]], "Connection closed by peer", True),
+    ([["begin", "failed"], ["begin", "begin", "failed"]], "ValueError: a picture is broken", False),
+    ([["begin", "failed"], ["begin", "failed"]], "Connection closed by peer", False),
+    ([["begin", "failed"], ["begin", "begin"]], "Connection closed by peer", False)])
+def test_ranks_that_wait_for_each_other_in_different_collectives_take_unequal_steps(kinds, said, found):
+    run = made("B", [("w", [2])], [("w", [2])])
+    for events, names in zip(run.events.values(), kinds):
+        events[:] = [{"event": name} for name in names]
+    fact = unequal_steps(run, Failure("exit code 1", said))
+    assert fact == (f"not sure: the ranks of B take [1, 2] steps, and all fail, as if they waited in different "
+                    f"collectives: {said}" if found else None)
+
+
 def test_the_time_to_match_tensors_is_linear(monkeypatch):
     """Thousands of norms have the same initial value. A few hundred comparisons for each are enough."""
     calls = []

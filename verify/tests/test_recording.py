@@ -187,6 +187,15 @@ def test_what_divides_a_loss_has_its_number_and_its_line():
     assert sorted(found) == [["() 1", [4.0], 0], ["() 2", [2.0], 1], ["(3,) 1", [3.0, -1.248081], 1]], found
 
 
+def test_operands_of_other_shapes_are_recorded_apart():
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    modules = Modules()
+    modules.constants((x * torch.ones(2, 1, 4)).sum() + (x * torch.full((2, 3, 4), 2.0)).sum())
+    found = {name: size for kind, name, _, _, size, *_ in modules.passed if kind == "constant"}
+    assert found == {"Mul 1 _saved_other (1, 4)": 8, "Mul 1 _saved_other (3, 4)": 24}, found
+    assert {*modules.places} == {*found}
+
+
 def test_what_a_loss_does_not_depend_on_linearly_is_recorded():
     """A product with one number, what is divided, the weights of classes and large tensors are left out."""
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3)

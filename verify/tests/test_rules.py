@@ -293,6 +293,18 @@ def test_the_answer_says_whether_buffers_differ_between_ranks(b, flags, said):
     assert report["cause"] == "buffers" and said in report["message"]
 
 
+@pytest.mark.parametrize(("name", "said"), [
+    ("norm.mean", "; ranks differ, too"), ("norms.mean", "; the ranks of each run agree")])
+def test_ranks_differ_if_any_buffer_of_the_module_does(name, said):
+    """Such as its mean, though each rank has counted as many samples."""
+    states = [[["buffer norm.count", [], [count] * 3], [f"buffer {name}", [2], [mean] * 3]]
+              for count, mean in ((4.0, 1.0), (2.0, 1.0), (2.0, 3.0))]
+    one, *others = [{"unoptimized": found, "losses": [1.0 + found[0][2][0]]} for found in states]
+    report = compare_runs(*differing(one, *others))
+    assert report["cause"] == "buffers" and "buffer norm.count on rank 0 of B" in report["message"], report
+    assert said in report["message"], report
+
+
 @pytest.mark.parametrize(("flags", "said"), [({}, "; the ranks of each run agree: "), ({"sharded"}, "are the same: ")])
 def test_an_answer_after_the_last_step_says_the_same(flags, said):
     rows = [("w", [2], [0.0] * 3, [1.0] * 3, [1.0] * 3)]

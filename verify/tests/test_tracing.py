@@ -99,6 +99,22 @@ def test_losses_that_are_divided_by_one_count_differ_in_another_way(ours, theirs
     assert trace({"step": 1, "cause": "buffers", "message": "evidence"}, a, b)["cause"] == "buffers"
 
 
+@pytest.mark.parametrize(("shape", "divisors", "cause"), [
+    ("(2, 3)", [7.0, 7.0], "uneven-mean"), ("(2, 3)", [6.9, 7.0], "loss"), ("(2, 3)", [6.0, 6.0], "loss"),
+    ("(2, 3)", [7.1, 7.1], "uneven-mean"),
+    ("(4, 3)", [7.0, 7.0], "loss"), ("(2, 2)", [7.0, 7.0], "loss"), ("(3,)", [7.0, 7.0], "loss")])
+def test_sums_that_are_gathered_but_not_added_up_are_named(shape, divisors, cause):
+    """As in a Dice loss: each rank divides by the sums of each rank, one after the other."""
+    states = [{"divisors": [[f"{shape} 1", [divisor, 2.0], "b.py:3"]]} for divisor in divisors]
+    for number in range(2):
+        a, b = differing({"divisors": [["() 1", [5.0], "a.py:1"], ["(3,) 1", [7.0, 1.0], "a.py:2"]]}, *states)
+        for state in a.states(0) + b.states(0):
+            state["passed"] = [["output", "Net", True, 4, 8, 1.0, 1.0]]
+        report = trace({"step": 1, "cause": "loss", "message": "not sure: evidence"}, *((b, a) if number else (a, b)))
+        said = "B divides by 2 rows of gathered numbers (b.py:3), and A by their sum, 7" in report["message"]
+        assert (report["cause"], said) == (cause, cause == "uneven-mean"), report
+
+
 ONE, TWO, MEAN = [[1.0] * 3], [[3.0] * 3], [[2.0] * 3]
 
 
@@ -110,6 +126,7 @@ ONE, TWO, MEAN = [[1.0] * 3], [[3.0] * 3], [[2.0] * 3]
     ([MEAN + ONE], [[ONE + ONE], [TWO + ONE]], {"name": "Mul"}, "loss"),  # linear in what each rank has
     ([MEAN + MEAN], [[ONE + ONE], [TWO + TWO]], {"name": "Mul"}, "uneven-mean"),
     ([MEAN], [[ONE], [TWO]], {"cause": "buffers"}, "buffers"), ([MEAN], [[ONE], [TWO]], {"cut": 2}, "loss"),
+    ([MEAN], [[ONE], [TWO]], {"cut": 2, "batches": [batch(1.0), batch(2.0)]}, "uneven-mean"),  # as experts are cut
     ([MEAN], [[ONE], [TWO]], {"more": "constant"}, "uneven-mean"), ([MEAN], [[ONE], [TWO]], {"passed": []}, "loss"),
     ([MEAN], [[ONE], [TWO]], {"more": "input"}, "uneven-mean"),
     ([MEAN], [[ONE], [TWO]], {"more": "input", "passed": []}, "samples"),
@@ -123,6 +140,8 @@ def test_a_term_of_the_loss_from_each_ranks_own_samples_is_named_with_its_line(w
             (part, change.get("shape", "[(3,)]"), "b.py:3") for part in parts]]])
     for state in a.states(0) + b.states(0) if "more" in change else ():  # a mask, or what the next module takes
         state["passed"] = [*state["passed"], [change["more"], "Where 1", True, 1, 4, float(state in b.states(0)), 2.0]]
+    for state, found in zip(b.states(0), change.get("batches", ())):
+        state |= {"samples": found["batches"][0][2]}
     b.cut = change.get("cut", 1)
     report = trace({"step": 1, "cause": change.get("cause", "loss"), "message": "not sure: evidence"}, a, b)
     assert report["cause"] == cause, report
@@ -368,6 +387,16 @@ def test_after_equal_losses_values_in_another_order_are_equal(cause, size, said)
     values = [{"passed": [["output", "Net", True, 4, 8, *sums]]} for sums in ((5.0, 1.0), (size, 3.0))]
     found = trace({"step": 1, "cause": cause, "message": "evidence"}, *differing(*values))
     assert said in found["message"], found
+
+
+@pytest.mark.parametrize(("message", "kind", "cause"), [
+    ("not sure: equal losses", "constant", "loss"), ("a collective in b.py:2", "constant", "no-backward"),
+    ("not sure: equal losses", "output", "no-backward")])
+def test_losses_may_be_equal_by_chance_though_other_operands_enter_them(message, kind, cause):
+    """Such as advantages that each rank normalizes: their mean, and so the loss of a first step, is zero."""
+    values = [{"passed": [["output", "Net", True, 4, 8, 5.0, 1.0], [kind, "Mul 1", True, 1, 8, size, 1.0]]}
+              for size in (5.0, 6.0)]
+    assert trace({"step": 1, "cause": "no-backward", "message": message}, *differing(*values))["cause"] == cause
 
 
 @pytest.mark.parametrize(("third", "place"), [(3.0, ()), (4.0, ("input", "Linear", 1))])
