@@ -109,7 +109,7 @@ class Run:
         --resume compares the shards and their states instead.
         """
         tables = {id(rows): rows for steps in self.ranks.values() for step in steps
-                  for each in (step, *step.get("joined", ())) for rows in [each.get("table") or each["rows"]]}
+                  for each in (step, *step.get("joined", ())) for rows in [each.get("table", each.get("rows"))]}
         if self.length < 2 or any(name != UNNAMED for rows in tables.values() for name, *_ in rows):
             return False
         states, weights = [load(state) for state in self.states(0)], self.weights(0)

@@ -13,8 +13,10 @@ def watch(folder, failure=None):
     without_padding(run)
     report = {"verdict": "sound", "cause": None, "message": "", "findings": [], "steps": [run.length],
               "ranks": [len(run.ranks)]}
-    if not run.length or run.doubled:
-        why = "its processes did not join one group, or it restarted" if run.doubled else "it took no optimizer step"
+    still = not any(state["rows"] for step in range(run.length) for state in run.at(step)[0])
+    if still or run.doubled:
+        why = ("its processes did not join one group, or it restarted" if run.doubled else
+               "no parameter in its optimizers requires a gradient" if run.length else "it took no optimizer step")
         return {**report, "verdict": "not comparable", "message": f"{why}\n{failure or ''}".strip()}
     findings = [rule(run, limits_of(True, run)) for rule in (replicas, rates, one_share, new_order, moving, finite)]
     fact = unequal_steps(run, failure)

@@ -1,4 +1,5 @@
 """What one run shows without another: equal shares, rates, orders and copies that differ."""
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from made import made
 from verify.comparing import LIMITS
 from verify.recording import only_creates_state
 from verify.records import Run
-from verify.watching import new_order, one_share, rates, replicas
+from verify.watching import new_order, one_share, rates, replicas, watch
 
 
 @pytest.mark.parametrize("numbers", [(0, 2), (0, 1)])
@@ -99,3 +100,14 @@ def test_replicas_may_start_at_zero():
     for state in run.states(0):
         state["replicas"] = True
     assert replicas(run, LIMITS["own"]) is None
+
+
+def test_a_run_in_which_all_parameters_are_frozen_is_not_sound(tmp_path):
+    events = [{"event": "parameters", "optimizer": 0, "rows": []}]
+    for _ in range(4):
+        events += [{"event": "rows", "rows": [], "options": [], "unoptimized": [], "states": []},
+                   {"event": "step", "optimizer": 0, "batches": [], "flags": [], "samples": []}]
+    (tmp_path / "0-1.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    report = watch(tmp_path)
+    assert report["verdict"] == "not comparable"
+    assert report["message"] == "no parameter in its optimizers requires a gradient"
