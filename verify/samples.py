@@ -163,7 +163,9 @@ def by_sample(batch, count):
 
     def of_samples(value):
         if is_list(value, torch.Tensor):
-            return len(tensors_in(value)) == len(value)
+            kinds = {(x.is_floating_point(), x.ndim) for x in value}
+            parts = len(kinds) > 1 and (value is batch or len({floats for floats, _ in kinds}) > 1)  # as of speech
+            return not parts and len(tensors_in(value)) == len(value)
         pairs = is_list(value, (list, tuple)) and (  # such as an image and a target, not all images and all targets
             {*map(len, value)} != {count} or all(len({(type(x), getattr(x, "ndim", 0)) for x in part}) > 1
                                                  for part in value))

@@ -155,10 +155,11 @@ def outputs_before(found):
 
 
 def one_divisor(found):
-    if found.cause == "uneven-mean" and found.agree and not own_statistic(found.a, found.b, found.step):
-        divisor = common_divisor(found.a, found.b, found.step)
-        return divisor and ("loss", f"{UNSURE}the outputs of all modules agree, and both programs divide their losses "
-                                    f"by {divisor:.9g}, so the losses differ in another way")
+    padded = found.place == SIZES
+    if found.cause == "uneven-mean" and (found.agree or padded) and not own_statistic(found.a, found.b, found.step):
+        divisor, fact = common_divisor(found.a, found.b, found.step), found.fact or outputs_before(found)
+        return divisor and ("loss", f"{UNSURE}{fact}; both programs divide their losses by {divisor:.9g}, so the "
+                                    "losses differ in another way")
 
 
 def other_draws(found):

@@ -36,6 +36,11 @@ def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
     ragged, targets = by_sample(([a, long], b), 2)
     assert [id(part) for part in ragged] == [id(a), id(long)] and targets is b
     assert by_sample([torch.ones(8), torch.ones(8)], 4) == []  # rows of all samples
+    speech = torch.ones(4, 9, 2), torch.ones(4).int(), torch.ones(17).int(), torch.ones(4).int()  # labels in one row
+    assert [id(part) for part in by_sample(speech, 4)] == [id(speech[number]) for number in (0, 1, 3)]
+    assert [len(part) for part in by_sample(((torch.ones(9, 2), torch.ones(2).int()), b), 2)] == [2, 2]
+    pictures = [torch.ones(8, 9), torch.ones(8, 7)]
+    assert by_sample(pictures, 2) == [pictures] and by_sample([torch.ones(2, 3, 3), torch.ones(7)], 2)[0].ndim == 3
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

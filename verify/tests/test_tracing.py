@@ -99,6 +99,15 @@ def test_losses_that_are_divided_by_one_count_differ_in_another_way(ours, theirs
     assert trace({"step": 1, "cause": "buffers", "message": "evidence"}, a, b)["cause"] == "buffers"
 
 
+@pytest.mark.parametrize(("divisor", "cause"), [(7.0, "loss"), (8.0, "uneven-mean")])
+def test_losses_of_padded_outputs_may_be_divided_by_one_count(divisor, cause):
+    a, b = differing(*[{"divisors": [["() 1", [by], "a.py:2"]], "passed": [["output", "Net", True, 4, size, 1.0, 1.0]]}
+                       for by, size in ((7.0, 8), (divisor, 12), (divisor, 8))])
+    report = trace({"step": 1, "cause": "uneven-mean", "message": "not sure: evidence"}, a, b)
+    assert report["cause"] == cause and "has another size" in report["message"], report
+    assert ("reads padding; both programs divide their losses by 7" in report["message"]) == (cause == "loss"), report
+
+
 @pytest.mark.parametrize(("shape", "divisors", "cause"), [
     ("(2, 3)", [7.0, 7.0], "uneven-mean"), ("(2, 3)", [6.9, 7.0], "loss"), ("(2, 3)", [6.0, 6.0], "loss"),
     ("(2, 3)", [7.1, 7.1], "uneven-mean"),
