@@ -3,7 +3,7 @@ import math
 
 from .difference import common_factor
 from .explaining import UNSURE, options_that_differ, parts_of_mean
-from .records import EQUAL, NOISE, Starts, equal, gap, worst
+from .records import EQUAL, NOISE, Starts, equal, gap, same_probes, worst
 
 RANKS = {"start": ("start", "initial weights"), "rate": ("rank-lr", "learning rates"),  # what differs between ranks
          "grad": ("not-averaged", "gradients"), "value": ("optimizer", "weights")}
@@ -44,6 +44,9 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
                 cause, what, unsure = found
             elif column == "value" and (options := options_that_differ(pairs, "rank 0", f"rank {rank}")):
                 what += f": {options}"
+            elif column == "value" and (movers := moved_on(run, step)):
+                what += (f": since the step before, only on rank(s) {movers}, something other than the optimizer has "
+                         "changed these, such as the load of a checkpoint")
             elif column == "value" and "lbfgs" in pairs[0][0].options.get("optimizer", "").lower():  # of any library
                 what += "; L-BFGS moves by the loss that its closure returns: return the mean of all ranks' losses"
             if cause in ("not-averaged", "partial") and any(
@@ -56,6 +59,14 @@ def ranks_differ(run, step, columns, limit, other=None, skipped=()):
             if cause == "not-averaged" and whole:  # in a tensor-parallel group, samples are equal
                 unsure = UNSURE
             return cause, f"{unsure}ranks 0 and {rank} of {run.label} have different {what}", step, name, difference
+
+
+def moved_on(run, step):
+    """Return the ranks on which some weights are not those that the step before has left, or [] if it is so on all."""
+    pairs = [*zip(run.states(step - 1), run.states(step))] if step else []
+    ranks = [rank for rank, (before, now) in zip(run.ranks, pairs) if before.get("optimizer") == now.get("optimizer")
+             and not same_probes(before.get("after"), now.get("before"))]
+    return ranks if len(ranks) < len(run.ranks) else []
 
 
 def unshared(run, other, differ):

@@ -457,6 +457,21 @@ def test_a_rank_without_a_loss_is_no_hindrance():
     assert compare_runs(*differing({"losses": [1.5]}, *b))["cause"] == "loss"
 
 
+@pytest.mark.parametrize(("befores", "optimizer", "movers"), [
+    ([2.0, 1.0], 0, [1]), ([1.0, 1.0], 0, []), ([2.0, 2.0], 0, []), ([2.0, 1.0], 1, [])])
+def test_ranks_whose_weights_jump_between_two_steps_are_named(befores, optimizer, movers):
+    """Not if all jump, or if the step before was that of another optimizer."""
+    step = made("B", [("w", [2])]).states(0)[0]
+    first = {"rows": [["v", [2], [0.0] * 3, [0.1], [1.0] * 3, [0.0] * 3]], "after": [["v", [2], [2.0] * 3]]}
+    run = Run("B", [(rank, [step | first, step | {
+        "rows": [[*first["rows"][0][:5], [before] * 3]], "optimizer": optimizer, "before": [["v", [2], [before] * 3]]}])
+        for rank, before in enumerate(befores)])
+    found = ranks_differ(run, 1, ["value"], 1e-9)
+    said = "different weights: since the step before, only on rank(s) [1], something other than the optimizer has"
+    assert (said in found[1] if found else False) == bool(movers) and (found is None) == (befores[0] == befores[1])
+    assert not ranks_differ(run, 0, ["value"], 1e-9)
+
+
 @pytest.mark.parametrize(("before", "second", "cause"), [
     ([1.0, 2.0], batch(4.0), "samples"), ([5.0, 6.0], batch(4.0), "no-backward"),
     ([5.0, 6.0], batch(4.0, indices=(1, 2)), "samples"), ([5.0, 6.0], batch(4.0, 5.0), "batch-size")])
