@@ -19,7 +19,17 @@ class Modules:
         self.outputs = []  # nodes of the graph: the outputs of modules with parameters
         self.places, self.divisors, self.operands = {}, [], []  # {name of a constant: file and line}; of constants()
         self.computed = {}  # {name of a module whose input is no sample: where it is from}
-        self.unoptimized = []  # [(name, tensor)]: buffers, averages of the weights, weights that other ranks update
+        self.held = []  # of unoptimized: [(name, tensor as of find(), for a buffer its module and attribute)]
+
+    @property
+    def unoptimized(self):
+        """[(name, tensor)] of buffers, averages of the weights, and weights that other ranks update.
+
+        A program may give a buffer another tensor, as `self.count = total` does.
+        """
+        now = [(name, owner._buffers.get(attribute) if owner else None, item)
+               for name, item, owner, attribute in self.held]
+        return [(name, item if tensor is None else tensor) for name, tensor, item in now]
 
     def find(self, parameters, optimized):
         """Find all modules, buffers and averages of the weights; return a name for each of `parameters`."""
@@ -54,8 +64,11 @@ class Modules:
         for module in averages:
             found |= {id(item): (f"average of {plain(name)}", item) for name, item in module.named_parameters()}
             found |= {id(item): (f"average's buffer {plain(name)}", item) for name, item in module.named_buffers()}
-        self.unoptimized = sorted(((name, item) for name, item in found.values() if item.numel() and not item.is_meta
-                                   and real(item).is_floating_point()), key=lambda pair: pair[0])
+        owners = {id(item): (part, attribute) for module in outermost for part in module.modules()
+                  for attribute, item in part._buffers.items() if item is not None}
+        self.held = sorted(((name, item, *owners.get(key, (None, ""))) for key, (name, item) in found.items()
+                            if item.numel() and not item.is_meta and real(item).is_floating_point()),
+                           key=lambda row: row[0])
         return [names.get(id(item), UNNAMED) for item in parameters]
 
     def weights(self, module, quiet=""):

@@ -276,11 +276,11 @@ class Recorder:
         if torch.compiler.is_compiling():
             return function(module, *args, **more)
         training, tensors = module.training and torch.is_grad_enabled() and not backward_runs(), None
+        trains = not self.depth and any(item.requires_grad for item in module.parameters())  # a loss has no parameters
         if not self.depth and not self.native:
             args, more = precision.widened_inputs(args, more, module.parameters())
         if not self.depth and training and not self.samples.trained and not any(self.samples.pending.values()):
             tensors = [value for value in tensors_of((args, more)) if value.ndim > 0]
-            trains = any(parameter.requires_grad for parameter in module.parameters())  # a loss has no parameters
             if trains and not any(map(from_parameters, tensors)):  # not of another module
                 if not self.samples.called:
                     self.draws.note()
@@ -308,7 +308,7 @@ class Recorder:
             del self.draws.inside[-1:]
         if tensors is not None:
             self.samples.follow(tensors, tensors_of(output))
-        if not self.depth and training:
+        if training and trains:  # else, it is a loss, or it changes samples, as a normalization does
             self.samples.carry(tensors_of(output))
         if shown:
             self.modules.passes(f"{quiet}output", module, output, outermost)

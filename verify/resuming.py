@@ -176,9 +176,16 @@ def lost(first, third, limits, report, failure, some):
     if not step:
         return "not-resumed", "the command started from the beginning", 1
     left = first.length - step
+    if later := step_of_state(resumed):
+        return "weights", (f"all tensors are those after step {step}, but the optimizer's state is that after step "
+                           f"{later}, as if the tensors came from another file, such as the best one"), step + 1
     for number in range(min(left, third.length)):
         answer = differ(resumed, number)
         report["difference"] = resumed.difference
+        if answer and answer[0] == "buffers" and not differ(resumed, min(left, third.length) - 1):
+            when = f"before step {step + number + 1}, but later it agrees, as all weights do"
+            report["notes"].append(f"{answer[1]} {when}")
+            break
         if answer:
             return *answer[:2], step + number + 1, *answer[2:]
     if failure:
@@ -288,6 +295,17 @@ def other_state(resumed, left, right, limit):
         fact = f"{', '.join(names)} of {count} tensors {what}{resumed.only([rank for rank, *_ in wrong])}"
         return fact, key[0], most
     return None
+
+
+def step_of_state(resumed):
+    """Return after which later step of the first run the optimizer's state is that with which the resumed one starts.
+
+    Return None if it fits the weights, or no step.
+    """
+    start = resumed.run.at(0)[0]
+    step = next((step for step in range(resumed.step, resumed.first.length)
+                 if not other_state(resumed, resumed.first.at(step)[0], start, resumed.limits.low)), None)
+    return step if step != resumed.step else None
 
 
 def other_samples(resumed, number):

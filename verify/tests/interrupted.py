@@ -27,10 +27,12 @@ WAYS = [
     "no optimizer", "optimizer of rank 0", "other settings", "no scheduler", "scheduler one step behind", "no scaler",
     "epoch again", "batch skipped", "other order", "data of rank 0", "smaller batches", "other augmentation",
     "seeded again", "random state of rank 0", "no average", "fewer steps", "no step", "fails", "other loss",
-    "batches read and skipped", "random not restored", "average behind at the end", "other factor"]
+    "batches read and skipped", "random not restored", "average behind at the end", "other factor", "old weights",
+    "buffer behind at first"]
 
 # The first run is special in these ways, too
-OF_BOTH = {"right", "scheduler one step behind", "other augmentation", "other loss", "random not restored"}
+OF_BOTH = {"right", "scheduler one step behind", "other augmentation", "other loss", "random not restored",
+           "buffer behind at first"}
 
 
 class Scaled(torch.optim.Adam):
@@ -56,7 +58,11 @@ def train(way, rank, path, kill_after=0):
     optimizer.factor = 1.01 if way == "other factor" and resumed else 1.0
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + math.cos(step / STEPS))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
-    state = {"model": model, "average": average, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    counter, shown = nn.Module(), nn.Module()
+    counter.register_buffer("count", torch.zeros(1))
+    shown.register_buffer("value", torch.zeros(1))
+    state = {"model": model, "average": average, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler,
+             "counter": counter}
     step, numbers = 0, None
     if resumed and way != "from the beginning":
         content = torch.load(path)
@@ -66,6 +72,8 @@ def train(way, rank, path, kill_after=0):
             content["model"] = {key[7:]: value for key, value in content["average"].items() if "module." in key}
         if way == "rounded weights":
             content["model"] = {key: value.bfloat16() for key, value in content["model"].items()}
+        if way == "old weights":
+            content["model"] = torch.load(path.parents[1] / "right" / f"{rank}.old")
         for name in {"weights of rank 0": ["model"], "optimizer of rank 0": ["optimizer"],
                      "random state of rank 0": ["random"]}.get(way, ()):
             content[name] = torch.load(path.with_name("0.pt"))[name]
@@ -116,6 +124,9 @@ def train(way, rank, path, kill_after=0):
             scaler.step(optimizer)
             scaler.update()
             step += 1
+            counter.count = counter.count + 1  # another tensor
+            if way == "buffer behind at first":
+                shown.value.fill_(step)
             if way != "average behind at the end" or not resumed or step < last:
                 average.update_parameters(model)
             if step == kill_after:
@@ -126,6 +137,8 @@ def train(way, rank, path, kill_after=0):
                 content = {name: part.state_dict() for name, part in state.items()}
                 torch.save({**content, "step": step, "random": torch.get_rng_state()}, path.with_suffix(".tmp"))
                 path.with_suffix(".tmp").replace(path)
+            if step == SAVE_EVERY and way == "right":
+                torch.save(model.state_dict(), path.with_suffix(".old"))
             if way == "scheduler one step behind":
                 scheduler.step()
             if stopping:

@@ -180,6 +180,16 @@ def test_a_part_of_a_tensor_has_only_values_of_it_and_padding(name, values, othe
     assert (part and part.places) == places
 
 
+def test_a_buffer_that_gets_another_tensor_is_recorded_as_it_is_now():
+    module, modules = torch.nn.BatchNorm1d(2), Modules()
+    modules.find([*module.parameters()], {*map(id, module.parameters())})
+    module.running_mean = torch.full((2,), 5.0)
+    found = {id(item) for _, item in modules.unoptimized}
+    assert {id(module.running_mean), id(module.running_var)} <= found
+    module.running_var = None
+    assert len(modules.unoptimized) == len(found)
+
+
 def test_what_divides_a_loss_has_its_number_and_its_line():
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         x = torch.ones(3, requires_grad=True)
@@ -308,6 +318,19 @@ def test_a_state_that_a_model_returns_and_takes_again_is_no_sample():
         samples.carry([torch.ones(2, 5), state])
         assert samples.calls[-1].inputs[0] is x and samples.carries(state.detach()) and not samples.carries(x)
     assert [len(call.inputs) for call in samples.calls] == [2, 1, 1]
+
+
+def test_what_a_module_without_weights_returns_is_a_sample_of_the_next():
+    """Such as a normalization before the model. A loss between two calls does not hide a carried state."""
+    recorder = SimpleNamespace(depth=0, native=True, resting=(), shows=lambda: False, draws=Draws(),
+                               samples=Samples(None), modules=Modules())
+    norm, layer, x = torch.nn.BatchNorm1d(4, affine=False), torch.nn.Linear(4, 4), torch.randn(8, 4)
+    values = Recorder.call(recorder, torch.nn.BatchNorm1d.forward, norm, x)
+    state = Recorder.call(recorder, torch.nn.Linear.forward, layer, values)
+    Recorder.call(recorder, torch.nn.MSELoss.forward, torch.nn.MSELoss(), state, values)
+    Recorder.call(recorder, torch.nn.Linear.forward, layer, state.detach())
+    first, second = recorder.samples.calls
+    assert first.inputs[0] is values and second.inputs == []
 
 
 def test_a_state_that_the_last_call_has_returned_is_named_as_the_origin_of_an_input():
