@@ -182,10 +182,10 @@ def lost(first, third, limits, report, failure, some):
     for number in range(min(left, third.length)):
         answer = differ(resumed, number)
         report["difference"] = resumed.difference
-        if answer and answer[0] == "buffers" and not differ(resumed, min(left, third.length) - 1):
-            when = f"before step {step + number + 1}, but later it agrees, as all weights do"
-            report["notes"].append(f"{answer[1]} {when}")
-            break
+        last = number + 1 == min(left, third.length)
+        if answer and answer[0] == "buffers" and not last and not differ(resumed, number + 1):
+            report["notes"].append(f"{answer[1]} before step {step + number + 1}, but agrees one step later")
+            continue
         if answer:
             return *answer[:2], step + number + 1, *answer[2:]
     if failure:

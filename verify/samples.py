@@ -163,8 +163,9 @@ def by_sample(batch, count):
 
     def of_samples(value):
         if is_list(value, torch.Tensor):
-            kinds = {(x.is_floating_point(), x.ndim) for x in value}
-            parts = len(kinds) > 1 and (value is batch or len({floats for floats, _ in kinds}) > 1)  # as of speech
+            kinds = {x.is_floating_point() for x in value}
+            rows = sum(x.ndim > 0 and len(x) == count for x in tensors_in(value))
+            parts = len(kinds) > 1 or value is batch and rows > len(value) / 2  # as of speech: features and lengths
             return not parts and len(tensors_in(value)) == len(value)
         pairs = is_list(value, (list, tuple)) and (  # such as an image and a target, not all images and all targets
             {*map(len, value)} != {count} or all(len({(type(x), getattr(x, "ndim", 0)) for x in part}) > 1

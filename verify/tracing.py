@@ -278,9 +278,9 @@ def own_statistic(a, b, step):
             enough = all(unlike) if kind in PRODUCTS else any(unlike)
             if enough and len(parts) > len(theirs.get(key, parts)) and not any(
                     equal(sum(digests, []), sum(one, [])) for digests, _ in parts for one in known):
-                return (f"an operand of {key[0]}, {parts[0][1]}, is another one "
-                        f"on each rank of {run.label}, of the size that it has in {other.label}: a term of the loss, "
-                        "such as a ratio or a product of means, is computed from each rank's own samples")
+                return (f"an operand of {key[0]}, {parts[0][1]}, differs between the ranks of {run.label}, and has as "
+                        f"many values as in {other.label}: each rank computes a term of the loss, such as a ratio or a "
+                        "product of means, from its own samples")
     return ""
 
 

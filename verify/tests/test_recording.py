@@ -38,9 +38,12 @@ def test_a_list_of_tensors_is_one_input_per_tensor_or_one_sample():
     assert by_sample([torch.ones(8), torch.ones(8)], 4) == []  # rows of all samples
     speech = torch.ones(4, 9, 2), torch.ones(4).int(), torch.ones(17).int(), torch.ones(4).int()  # labels in one row
     assert [id(part) for part in by_sample(speech, 4)] == [id(speech[number]) for number in (0, 1, 3)]
-    assert [len(part) for part in by_sample(((torch.ones(9, 2), torch.ones(2).int()), b), 2)] == [2, 2]
-    pictures = [torch.ones(8, 9), torch.ones(8, 7)]
-    assert by_sample(pictures, 2) == [pictures] and by_sample([torch.ones(2, 3, 3), torch.ones(7)], 2)[0].ndim == 3
+    nested = (torch.ones(9, 2), torch.ones(2).int()), b
+    assert [id(part) for part in by_sample(nested, 2)] == [id(nested[0][1]), id(b)]
+    texts = torch.ones(3).int(), torch.ones(11).int(), torch.zeros(3).int()  # labels, tokens in one row, offsets
+    assert [id(part) for part in by_sample(texts, 3)] == [id(texts[0]), id(texts[2])]
+    pictures = [torch.ones(8, 9), torch.ones(3, 8, 7), torch.ones(8, 6)]
+    assert by_sample(pictures, 3) == [pictures]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -219,10 +222,12 @@ def test_what_a_loss_does_not_depend_on_linearly_is_recorded():
         loss = (mean * weight).sum() + (mean * torch.tensor(2.0)).exp().sum() / torch.tensor(4.0)
         loss = loss + torch.nn.functional.nll_loss(x.expand(2, 3), torch.zeros(2).long(), weight=weight)
         loss = loss + x.expand(9000, 2, 3).square().sum()
+        loss = loss + x.sum() / x.exp().sum()
     modules = Modules()
     modules.constants(loss)
     assert sorted(row[:2] for row in modules.operands) == [
-        ["Div 1", "[()]"], ["Exp 1", "[(3,)]"], ["Mul 1", "[(3,)]"], ["NllLoss 1", "[(2, 3)]"]], modules.operands
+        ["Div 1", "[()]"], ["Div 2", "[()]"], ["Exp 1", "[(2, 3)]"], ["Exp 1", "[(3,)]"], ["Mul 1", "[(3,)]"],
+        ["NllLoss 1", "[(2, 3)]"]], modules.operands
     assert all(place.startswith("test_recording.py:") for *_, place in modules.operands), modules.operands
 
 

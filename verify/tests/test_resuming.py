@@ -61,7 +61,7 @@ def test_what_a_resumed_run_has_lost_is_named(records, way):
     third, report = Run.read(records / way / "resumed", "the run", first.extra), {"difference": 0.0, "notes": []}
     answer = lost(first, third, LIMITS["float64"], report, "error" if way == "fails" else None, False)
     if not ANSWERS[way]:
-        said = "other buffer value differs on rank 0 before step 9, but later it agrees, as all weights do"
+        said = "other buffer value differs on rank 0 before step 9, but agrees one step later"
         notes = [said] * (way == "buffer behind at first")
         assert answer is None and report == {"difference": 0.0, "resumed": 8, "notes": notes}
     else:

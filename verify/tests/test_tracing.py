@@ -154,11 +154,11 @@ def test_a_term_of_the_loss_from_each_ranks_own_samples_is_named_with_its_line(w
     b.cut = change.get("cut", 1)
     report = trace({"step": 1, "cause": change.get("cause", "loss"), "message": "not sure: evidence"}, a, b)
     assert report["cause"] == cause, report
-    assert (f"an operand of {name} 0, b.py:3, is another one on each rank" in report["message"]) == (
+    assert (f"an operand of {name} 0, b.py:3, differs between the ranks of B" in report["message"]) == (
         cause == "uneven-mean"), report
     if cause == "uneven-mean":
         found = trace({"step": 1, "cause": cause, "message": "not sure: evidence"}, b, a)
-        assert "each rank of B" in found["message"] and "not sure" not in found["message"], found
+        assert "the ranks of B, and has" in found["message"] and "not sure" not in found["message"], found
 
 
 @pytest.mark.parametrize(("message", "second", "cause"), [
